@@ -1,0 +1,471 @@
+"""The whole config tree: TOML files, packaged recipes and dotted overrides become one checked `RunConfig`.
+
+Imports without torch. Unknown keys, wrong types and combinations that can't work are refused here, before anything
+starts, with the field, the value found, what was expected and the remedy. Field comments say effect, unit and off-value;
+`soloist config --help` prints them.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from soloist.errors import UserError
+
+Positive = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """Base of all config sections: unknown keys are refused, values are fixed once read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+
+class ModelConfig(Section):
+    """Which model to train: a Hugging Face folder, or a tiny one that is built from scratch."""
+
+    path: str = ""
+    """Folder with config.json, tokenizer and safetensors; empty builds a tiny model of `family`."""
+    family: Literal["qwen3", "qwen3_moe"] = "qwen3"
+    """Architecture of the built model."""
+    hidden_size: Positive = 96
+    """Width of the built model."""
+    layers: Positive = 4
+    """Decoder layers of the built model."""
+    heads: Positive = 4
+    """Attention heads of the built model (as many key/value heads)."""
+    mlp_size: Positive = 288
+    """Inner width of the built model's MLP, or of each expert."""
+    experts: Positive = 8
+    """Experts per MoE layer (qwen3_moe only)."""
+    experts_per_token: Positive = 2
+    """Experts that each token uses (qwen3_moe only)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of policy and value backbone; log-probabilities and the value head are fp32 always."""
+    device: str = "cpu"
+    """Device of the learner, as torch names it."""
+    renderer: str = "auto"
+    """Messages to tokens: `auto` by the tokenizer, a name of the renderers package, `terse`, or `module.Class`."""
+
+
+class EnvironmentConfig(Section):
+    """The tasks and their tools."""
+
+    name: str = "calculator"
+    """Registered environment."""
+    preset: Literal["default", "hard"] = "default"
+    """Difficulty of calculator problems: default is 2-3 operands of 1-99; hard has 4 of 1-999 and parentheses."""
+    tasks: str = ""
+    """JSON-lines file of training tasks, one object a line; empty generates them from the seed."""
+    tool_seconds: Rate = 2.0
+    """Seconds of computation a tool call may take before it becomes an error observation."""
+    tool_memory_mb: Positive = 64
+    """Memory of a tool call, in MB."""
+    tool_output_chars: Positive = 200
+    """Characters of a tool result that the model sees; more is cut and marked."""
+
+
+class EngineConfig(Section):
+    """What samples the rollouts."""
+
+    kind: Literal["local"] = "local"
+    """`local` is the embedded child process."""
+    count: Positive = 1
+    """Engines that sample for training; evaluation has one of its own while it runs."""
+    slots: Positive = 64
+    """Requests decoded together (rows of the key/value cache)."""
+    max_length: Positive = 256
+    """Tokens that one slot holds: prompt, actions and observations of a rollout."""
+    on_load: Literal["in_flight", "recompute"] = "in_flight"
+    """New weights in the middle of a rollout: keep its cache, or compute the cache anew."""
+    threads: Positive = 1
+    """CPU threads of each engine process."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the engine's weights."""
+    device: str = "cpu"
+    """Device of the engine."""
+    restarts: NotNegative = 3
+    """Fresh child processes after crashes before the engine counts as lost."""
+    request_seconds: Rate = 120.0
+    """Deadline of one generate call; beyond it the rollout fails at the engine's boundary."""
+
+
+class RolloutConfig(Section):
+    """Budgets of one episode. Reaching one truncates the rollout, which is scored and trained."""
+
+    temperature: Rate = 1.0
+    """Sampling temperature of training rollouts."""
+    max_new_tokens: Positive = 64
+    """Tokens of one turn."""
+    max_tokens: Positive = 200
+    """Tokens of the whole rollout, prompt and observations included."""
+    max_turns: Positive = 4
+    """Actions of one episode."""
+    max_seconds: Rate = 60.0
+    """Wall-clock seconds of one episode."""
+    attempts: Positive = 3
+    """Tries of one place before its failure is final."""
+
+
+class SftConfig(Section):
+    """Supervised stage on demonstrations that are mixed on purpose."""
+
+    steps: NotNegative = 600
+    """Optimizer steps; 0 skips the stage and trains from the model as it is."""
+    batch_size: Positive = 64
+    """Demonstrations in a step."""
+    lr: Rate = 2e-3
+    """Peak learning rate: linear warm-up, then cosine decay to a tenth."""
+    warmup_steps: NotNegative = 30
+    """Steps of linear warm-up."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """AdamW decay."""
+    good: Share = 0.5
+    """Share of demonstrations that use the tool and copy the problem correctly."""
+    miscopied: Share = 0.3
+    """Share that calls the tool on a wrongly copied problem; the rest guesses without a tool."""
+    threads: Positive = 2
+    """CPU threads of this stage (nothing else runs beside it)."""
+
+
+class PolicyConfig(Section):
+    """Optimizer of the policy."""
+
+    lr: Rate = 4e-4
+    """Learning rate after warm-up."""
+    warmup_steps: NotNegative = 5
+    """Updates of linear warm-up."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW decay."""
+    max_grad_norm: Rate = 1.0
+    """Gradients are scaled down to this norm."""
+    minibatches: Positive = 1
+    """Parts of a step, each with an optimizer step of its own."""
+    epochs: Positive = 1
+    """Passes over a step's rollouts."""
+
+
+class LossConfig(Section):
+    """Policy loss and its trust region (methods §1.1)."""
+
+    policy_loss: Literal["dis", "ppo", "importance_weighting"] = "dis"
+    """`dis` masks tokens outside the band, `ppo` clips, `importance_weighting` does neither."""
+    eps_low: Annotated[float, Field(ge=0, lt=1)] = 0.3
+    """Ratio may fall to 1 - eps_low."""
+    eps_high: Annotated[float, Field(gt=0)] = 5.0
+    """Ratio may rise to 1 + eps_high."""
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-length"] = "token-mean"
+    """How per-token terms become one number, over the whole step."""
+    fixed_length: NotNegative = 0
+    """Denominator per rollout of `fixed-length`, in tokens; 0 when unused."""
+
+
+class AdvantageConfig(Section):
+    """Advantage estimator (methods §1.4)."""
+
+    adv_estimator: Literal["skip_observation_gae"] = "skip_observation_gae"
+    """GAE over action tokens only."""
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Discount per action token."""
+    lambda_policy: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Fixed λ of the policy's advantages; unset takes 1 - 1/(length_adaptive_alpha · action tokens)."""
+    length_adaptive_alpha: Rate = 1.5
+    """α of the length-adaptive λ."""
+    bootstrap_truncated: bool = False
+    """Add γ·V of the state after the last token when a budget cut the rollout."""
+    order: Literal["value_first", "advantages_first"] = "value_first"
+    """Advantages from the critic after its K updates, or before them."""
+    whiten: bool = False
+    """Scale the policy's advantages to mean 0 and standard deviation 1 over the step."""
+
+
+class ValueConfig(Section):
+    """Value model: same backbone as the policy, scalar head in fp32 (methods §1.3)."""
+
+    lr: Rate = 1.5e-3
+    """Learning rate after warm-up."""
+    updates_per_step: Positive = 2
+    """K: value updates for each policy update."""
+    warmup_steps: NotNegative = 10
+    """Updates of linear warm-up."""
+    lambda_value: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """λ of the value target; 1 is the Monte-Carlo return."""
+    freeze: tuple[str, ...] = (r"\.self_attn\.", r"\.embed_tokens\.", r"^embed_tokens\.")
+    """Regular expressions of parameter names that do not train during RL."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW decay."""
+    max_grad_norm: Rate = 1.0
+    """Gradients are scaled down to this norm."""
+
+
+class ValuePretrainingConfig(Section):
+    """Stage that fits the value model to rollouts of the fixed SFT policy."""
+
+    rollouts: Positive = 960
+    """Rollouts made once and stored."""
+    holdout: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """Share of them that is never trained on."""
+    epochs: Positive = 8
+    """Passes at most."""
+    patience: Positive = 2
+    """Epochs without a better held-out skill before the stage stops."""
+    batch_size: Positive = 64
+    """Rollouts in one update."""
+    lr: Rate = 1.5e-3
+    """Learning rate; everything trains, nothing is frozen."""
+    gate: float = 0.0
+    """Held-out skill must exceed this, or the stage fails."""
+
+
+class EvalConfig(Section):
+    """Held-out evaluation of exactly one version."""
+
+    problems: Positive = 256
+    """Held-out tasks."""
+    samples: Positive = 4
+    """Rollouts of each."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Sampling temperature; 0 is greedy."""
+
+
+class HealthConfig(Section):
+    """When the run speaks up, and when it stops."""
+
+    stall_report_seconds: Rate = 30.0
+    """Waiting longer than this is reported with queue sizes, versions and the oldest rollout."""
+    stall_limit_seconds: Rate = 300.0
+    """Waiting longer than this ends the run with exit code 1."""
+    max_failed_ratio: Share = 0.5
+    """Share of failed rollouts, over the last 20 or more, above which the run stops."""
+
+
+class RunConfig(Section):
+    """One run, from SFT to evaluation."""
+
+    name: str = "run"
+    """Folder under `runs_dir`."""
+    runs_dir: str = "runs"
+    """Where run folders lie."""
+    seed: NotNegative = 0
+    """Seed of everything: model, demonstrations, tasks, sampling."""
+    steps: Positive = 40
+    """Policy updates."""
+    rollouts_per_step: Positive = 64
+    """Rollouts in one policy update."""
+    group_size: Positive = 1
+    """Rollouts of one task, trained in one step; SAO has 1."""
+    players: Positive = 64
+    """Episodes played at the same time."""
+    max_staleness: NotNegative = 2
+    """Versions that a trained rollout's oldest token may be behind; 0 is synchronous."""
+    on_stale: Literal["wait", "drop", "train"] = "wait"
+    """Rollouts that reach the bound: train waits for them, drop aborts them, train ignores the bound."""
+    publish_every: Positive = 1
+    """Policy updates between two loads of the engines."""
+    checkpoint_every: Positive = 20
+    """Steps between two checkpoints; the last step always has one."""
+    deterministic: bool = False
+    """Same bytes in every run; needs max_staleness = 0."""
+    shuffle_rewards: bool = False
+    """Control experiment: rewards are permuted among the rollouts of a step, so nothing can be learned."""
+    token_budget: Positive = 8192
+    """Tokens of one micro-batch, padding included."""
+    threads: Positive = 1
+    """CPU threads of the learner while engines run beside it."""
+    model: ModelConfig = ModelConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    engine: EngineConfig = EngineConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    sft: SftConfig = SftConfig()
+    policy: PolicyConfig = PolicyConfig()
+    loss: LossConfig = LossConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    value: ValueConfig = ValueConfig()
+    value_pretraining: ValuePretrainingConfig = ValuePretrainingConfig()
+    eval: EvalConfig = EvalConfig()
+    health: HealthConfig = HealthConfig()
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.runs_dir) / self.name
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> RunConfig:
+        for broken, sentence in _contradictions(self):
+            if broken:
+                raise ValueError(sentence)
+        return self
+
+
+def _contradictions(c: RunConfig) -> list[tuple[bool, str]]:
+    """Combinations that can't work or leave a setting unused, each with its remedy."""
+    lag = c.publish_every - 1
+    return [
+        (
+            c.rollouts_per_step % c.group_size != 0,
+            f"rollouts_per_step = {c.rollouts_per_step} is not a multiple of group_size = {c.group_size}; "
+            "a group is trained in one step, so make it a multiple",
+        ),
+        (
+            c.on_stale != "train" and lag > c.max_staleness,
+            f"publish_every = {c.publish_every} makes rollouts {lag} versions old before they start, above "
+            f"max_staleness = {c.max_staleness}; raise max_staleness to {lag} or set on_stale = 'train'",
+        ),
+        (
+            c.deterministic and c.max_staleness != 0,
+            f"deterministic = true needs max_staleness = 0, found {c.max_staleness}; free-running asynchronous "
+            "generation can't promise bits",
+        ),
+        (
+            c.deterministic and c.engine.slots < c.rollouts_per_step,
+            f"deterministic = true gives each rollout of a step its own slot, but engine.slots = {c.engine.slots} < "
+            f"rollouts_per_step = {c.rollouts_per_step}; raise engine.slots",
+        ),
+        (
+            c.deterministic and c.engine.count > 1,
+            f"deterministic = true works with one engine, found engine.count = {c.engine.count}; set it to 1",
+        ),
+        (
+            c.rollout.max_tokens > c.engine.max_length,
+            f"rollout.max_tokens = {c.rollout.max_tokens} exceeds engine.max_length = {c.engine.max_length}; "
+            "raise engine.max_length",
+        ),
+        (
+            c.rollout.max_tokens > c.token_budget,
+            f"rollout.max_tokens = {c.rollout.max_tokens} exceeds token_budget = {c.token_budget}, so one rollout "
+            "would not fit into a micro-batch; raise token_budget",
+        ),
+        (
+            c.sft.good + c.sft.miscopied > 1,
+            f"sft.good + sft.miscopied = {c.sft.good + c.sft.miscopied:g} exceeds 1; the rest is the share of guesses",
+        ),
+        (
+            (c.loss.loss_agg_mode == "fixed-length") != (c.loss.fixed_length > 0),
+            f"loss.fixed_length = {c.loss.fixed_length} with loss_agg_mode = '{c.loss.loss_agg_mode}'; set both "
+            "(mode 'fixed-length' and a length above 0) or neither",
+        ),
+        (
+            c.policy.epochs * c.policy.minibatches > 1 and c.loss.policy_loss == "importance_weighting",
+            f"policy.epochs = {c.policy.epochs} and policy.minibatches = {c.policy.minibatches} reuse rollouts, but "
+            "policy_loss = 'importance_weighting' has no trust region; use 'dis' or 'ppo'",
+        ),
+        (
+            c.policy.minibatches > c.rollouts_per_step,
+            f"policy.minibatches = {c.policy.minibatches} exceeds rollouts_per_step = {c.rollouts_per_step}",
+        ),
+        (
+            c.model.hidden_size % c.model.heads != 0,
+            f"model.hidden_size = {c.model.hidden_size} is not a multiple of model.heads = {c.model.heads}",
+        ),
+        (
+            c.health.stall_report_seconds > c.health.stall_limit_seconds,
+            f"health.stall_report_seconds = {c.health.stall_report_seconds:g} exceeds stall_limit_seconds = "
+            f"{c.health.stall_limit_seconds:g}; a stall must be reported before it ends the run",
+        ),
+    ]
+
+
+def packaged_recipes() -> dict[str, Path]:
+    """Recipes that come with the package, by name."""
+    folder = Path(str(resources.files("soloist") / "recipes"))
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def read_recipe(name: str) -> dict[str, Any]:
+    """Raw TOML of a packaged recipe (by name) or of a file (by path). Raises UserError."""
+    recipes = packaged_recipes()
+    path = recipes.get(name, Path(name))
+    if not path.is_file():
+        raise UserError(
+            f"recipe '{name}' is neither a packaged recipe ({', '.join(recipes)}) nor a file; give one of those or a path"
+        )
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not a TOML file: {error}") from error
+
+
+def apply_overrides(raw: dict[str, Any], overrides: dict[str, str]) -> dict[str, Any]:
+    """Set dotted keys (`policy.lr` → `3e-4`) in a raw config. Values are read as TOML, else as text."""
+    merged = dict(raw)
+    for dotted, text in overrides.items():
+        *sections, key = dotted.split(".")
+        node = merged
+        for section in sections:
+            node[section] = dict(node.get(section) or {})
+            node = node[section]
+        node[key] = _toml_value(text)
+    return merged
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def build_config(raw: dict[str, Any], source: str) -> RunConfig:
+    """Check a raw config. Raises UserError with one sentence: source, field, found, expected."""
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise UserError(f"{source}: {_explain(field, first)}") from error
+
+
+def _explain(field: str, error: Any) -> str:
+    if error["type"] == "extra_forbidden":
+        section = field.rpartition(".")[0]
+        known = ", ".join(sorted(_fields_of(section)))
+        return f"unknown key '{field}' (value {error['input']!r}); keys of {section or 'the top level'}: {known}"
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    return f"{field}: found {error['input']!r}, expected: {error['msg']}"
+
+
+def _fields_of(dotted: str) -> list[str]:
+    section: type[BaseModel] = RunConfig
+    for part in filter(None, dotted.split(".")):
+        annotation = section.model_fields[part].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        section = annotation
+    return list(section.model_fields)
+
+
+def load_config(name: str, overrides: dict[str, str] | None = None) -> RunConfig:
+    """A recipe with overrides, checked. The run's name defaults to the recipe's. Raises UserError."""
+    raw = read_recipe(name)
+    raw.setdefault("name", Path(name).stem)
+    return build_config(apply_overrides(raw, overrides or {}), source=name)
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved config as TOML; reading it back gives the same config."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def describe_fields() -> list[tuple[str, str, str]]:
+    """All keys as (dotted name, default, what it does), for `soloist config --help`."""
+    rows: list[tuple[str, str, str]] = []
+
+    def walk(section: type[BaseModel], prefix: str) -> None:
+        for name, field in section.model_fields.items():
+            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+                walk(field.annotation, f"{prefix}{name}.")
+            else:
+                rows.append((prefix + name, repr(field.default), field.description or ""))
+
+    walk(RunConfig, "")
+    return rows
