@@ -1,8 +1,8 @@
 """The whole config tree: TOML files, packaged recipes and dotted overrides become one checked `RunConfig`.
 
 Imports without torch. Unknown keys, wrong types and combinations that can't work are refused here, before anything
-starts, with the field, the value found, what was expected and the remedy. Field comments say effect, unit and off-value;
-`soloist config --help` prints them.
+starts, with the field, the value found, what was expected and the remedy. Field comments say effect, unit and
+off-value; `soloist config --help` prints them.
 """
 
 from __future__ import annotations
@@ -386,7 +386,8 @@ def read_recipe(name: str) -> dict[str, Any]:
     path = recipes.get(name, Path(name))
     if not path.is_file():
         raise UserError(
-            f"recipe '{name}' is neither a packaged recipe ({', '.join(recipes)}) nor a file; give one of those or a path"
+            f"recipe '{name}' is neither a packaged recipe ({', '.join(recipes)}) nor a file; "
+            "give one of those or a path"
         )
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class UserError(Exception):
-    """Bad input: the message is one sentence that names the file or field, the value found, what was expected, the fix."""
+    """Bad input: one sentence that names the file or field, the value found, what was expected and the fix."""
 
 
 class RunError(Exception):

@@ -1,7 +1,7 @@
 """Metric names with unit and meaning, and the log that writes them. Floor 0; knows nothing of what is measured.
 
-Guarantees: only registered names are written (`docs/metrics.md` is compared with `METRICS` by a test); NaN and ±inf become
-null; a failing disk never stops training, it is reported once.
+Guarantees: only registered names are written (`docs/metrics.md` is compared with `METRICS` by a test); NaN and ±inf
+become null; a failing disk never stops training, it is reported once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "rollout/length": ("tokens", "mean action tokens of trained rollouts"),
     "rollout/length_started": (
         "tokens",
-        "mean action tokens of all rollouts that ended, trained or not, since the last step",
+        "mean action tokens of all rollouts that ended since the last step",
     ),
     "rollout/truncated_ratio": ("share", "trained rollouts that a budget cut"),
     "rollout/failed_ratio": ("share", "rollouts that failed, of those that ended since the last step"),

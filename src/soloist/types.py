@@ -26,7 +26,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Base of all records: immutable, keyword-only, and refusing unknown fields when decoded."""
 
 
-class VersionSpan(Record):
+class VersionSpan(Record, frozen=True, kw_only=True):
     """Tokens `start … end` (end excluded) were sampled by the weights of one version, as vLLM and SGLang report it.
 
     Example: `VersionSpan(version=7, start=0, end=57)`.
@@ -40,7 +40,7 @@ class VersionSpan(Record):
     """One past the last token."""
 
 
-class Sampling(Record):
+class Sampling(Record, frozen=True, kw_only=True):
     """How action tokens are drawn. Training samples from the full distribution at a temperature, so no top-p or top-k.
 
     Example: `Sampling(temperature=1.0, max_new_tokens=64, stop_token_ids=(5,), seed=0)`.
@@ -56,7 +56,7 @@ class Sampling(Record):
     """Key of the random numbers, together with the rollout id and the position."""
 
 
-class Task(Record):
+class Task(Record, frozen=True, kw_only=True):
     """A prompt with what is needed to score it.
 
     Example: `Task(task_id="calculator/train/17", environment="calculator", data={"problem": "3+4*2", "answer": 11})`.
@@ -70,14 +70,14 @@ class Task(Record):
     """Kind of task, for statistics by difficulty."""
 
 
-class Failure(Record):
+class Failure(Record, frozen=True, kw_only=True):
     """The boundary that a broken rollout crossed, and why. A failure is data; it is never a reward of 0."""
 
     boundary: Boundary
     reason: str
 
 
-class Turn(Record):
+class Turn(Record, frozen=True, kw_only=True):
     """One action with the observation after it.
 
     Example: `Turn(segment=0, start=20, end=33, finish_reason="stop", reward=0.0, sampled_at=12.1, observed_at=12.3)`.
@@ -98,7 +98,7 @@ class Turn(Record):
     """Clock seconds when the observation was complete."""
 
 
-class Segment(Record):
+class Segment(Record, frozen=True, kw_only=True):
     """One token sequence of a rollout, with everything that is known for each token.
 
     Observation tokens (prompt, tool results) have `action_mask` False and no log-probability (None, never 0).
@@ -150,7 +150,7 @@ class Segment(Record):
                 raise ValueError(f"action token {position} has version {version}; the engine must stamp every token")
 
 
-class Rollout(Record):
+class Rollout(Record, frozen=True, kw_only=True):
     """One play of a task, from the first prompt to its score and its step.
 
     `status` says how the episode ended, `state` how far the rollout has come. `reward` is the sum of the turns' rewards
@@ -219,7 +219,7 @@ class Rollout(Record):
         return self.score is not None and self.status in ("completed", "truncated") and self.action_tokens > 0
 
 
-class WeightsRef(Record):
+class WeightsRef(Record, frozen=True, kw_only=True):
     """Where published weights lie. A file is complete when it is named here.
 
     Example: `WeightsRef(path="runs/x/weights/step_3/model.safetensors", version=3, sha256="ab…")`.
@@ -230,7 +230,7 @@ class WeightsRef(Record):
     sha256: str
 
 
-class GenerateRequest(Record):
+class GenerateRequest(Record, frozen=True, kw_only=True):
     """Token ids in: continue `prompt_ids` until a stop token or the budget.
 
     Requests of one rollout share `rollout_id`, so that the engine can reuse the prefix between turns.
@@ -246,7 +246,7 @@ class GenerateRequest(Record):
     """Fixed cache slot, for deterministic mode; None lets the engine choose."""
 
 
-class Completion(Record):
+class Completion(Record, frozen=True, kw_only=True):
     """Token ids out. `log_probs[i]` is log μ of `token_ids[i]`; spans count within `token_ids`."""
 
     token_ids: list[int]

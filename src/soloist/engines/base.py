@@ -12,7 +12,7 @@ from typing import Protocol
 from soloist.types import Completion, GenerateRequest, Record, WeightsRef
 
 
-class Capabilities(Record):
+class Capabilities(Record, frozen=True, kw_only=True):
     """What an engine can do beyond the minimum.
 
     Example: `Capabilities(in_flight_load=True, fixed_shapes=True)`.
@@ -30,7 +30,7 @@ class Capabilities(Record):
     """Serves LoRA adapters."""
 
 
-class EngineHealth(Record):
+class EngineHealth(Record, frozen=True, kw_only=True):
     """One look at an engine.
 
     Example: `EngineHealth(alive=True, version=3, running=60, waiting=4, restarts=0, tokens=91_000, busy_s=11.2)`.

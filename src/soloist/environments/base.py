@@ -15,7 +15,7 @@ from soloist.config import EnvironmentConfig
 from soloist.types import Message, Record, Task
 
 
-class ToolCall(Record):
+class ToolCall(Record, frozen=True, kw_only=True):
     """One tool call of an action. `error` says why it could not be parsed; such a call is answered, not executed."""
 
     name: str
@@ -23,7 +23,7 @@ class ToolCall(Record):
     error: str = ""
 
 
-class Action(Record):
+class Action(Record, frozen=True, kw_only=True):
     """What the policy said, parsed: text and tool calls.
 
     Example: `Action(text="", tool_calls=[ToolCall(name="python", arguments={"code": "3+4"})])`.
@@ -33,7 +33,7 @@ class Action(Record):
     tool_calls: list[ToolCall] = []
 
 
-class StepResult(Record):
+class StepResult(Record, frozen=True, kw_only=True):
     """The environment's answer to an action.
 
     Example: `StepResult(messages=[{"role": "tool", "name": "python", "content": "7"}])`.
@@ -67,7 +67,7 @@ class Episode(Protocol):
         """Free everything."""
 
 
-class Demonstration(Record):
+class Demonstration(Record, frozen=True, kw_only=True):
     """A conversation to imitate: messages (assistant turns are trained) and the tools of its prompt."""
 
     messages: list[Message]
