@@ -17,8 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from soloist.errors import UserError
 
-Positive = Annotated[int, Field(ge=1)]
-NotNegative = Annotated[int, Field(ge=0)]
+# The ceiling catches slips such as `1e9`, which would otherwise end as an allocation that fails far from its cause.
+Positive = Annotated[int, Field(ge=1, le=100_000_000)]
+NotNegative = Annotated[int, Field(ge=0, le=100_000_000)]
 Rate = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -198,7 +199,7 @@ class ValueConfig(Section):
     """Updates of linear warm-up."""
     lambda_value: Annotated[float, Field(ge=0, le=1)] = 1.0
     """λ of the value target; 1 is the Monte-Carlo return."""
-    freeze: tuple[str, ...] = (r"\.self_attn\.", r"\.embed_tokens\.", r"^embed_tokens\.")
+    freeze: tuple[str, ...] = (r"\.self_attn\.", r"\.embed_tokens\.")
     """Regular expressions of parameter names that do not train during RL."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """AdamW decay."""
@@ -250,11 +251,11 @@ class HealthConfig(Section):
 class RunConfig(Section):
     """One run, from SFT to evaluation."""
 
-    name: str = "run"
+    name: Annotated[str, Field(min_length=1)] = "run"
     """Folder under `runs_dir`."""
     runs_dir: str = "runs"
     """Where run folders lie."""
-    seed: NotNegative = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of everything: model, demonstrations, tasks, sampling."""
     steps: Positive = 40
     """Policy updates."""
@@ -396,13 +397,16 @@ def read_recipe(name: str) -> dict[str, Any]:
 
 
 def apply_overrides(raw: dict[str, Any], overrides: dict[str, str]) -> dict[str, Any]:
-    """Set dotted keys (`policy.lr` → `3e-4`) in a raw config. Values are read as TOML, else as text."""
+    """Set dotted keys (`policy.lr` → `3e-4`) in a raw config; values are TOML, else text. Raises UserError."""
     merged = dict(raw)
     for dotted, text in overrides.items():
         *sections, key = dotted.split(".")
         node = merged
         for section in sections:
-            node[section] = dict(node.get(section) or {})
+            found = node.get(section) or {}
+            if not isinstance(found, dict):
+                raise UserError(f"--{dotted}: '{section}' holds {found!r} and is no section; name a key of a section")
+            node[section] = dict(found)
             node = node[section]
         node[key] = _toml_value(text)
     return merged

@@ -124,16 +124,20 @@ def read_metrics(path: Path, stage: str | None = None) -> list[dict[str, Any]]:
     return records
 
 
-def mean(values: Iterable[float]) -> float | None:
-    """Arithmetic mean, or None of nothing."""
-    found = list(values)
+def mean(values: Iterable[float | None]) -> float | None:
+    """Arithmetic mean of the finite values, or None of nothing; one NaN doesn't erase the rest."""
+    found = _all_finite(values)
     return sum(found) / len(found) if found else None
 
 
-def percentile(values: Iterable[float], share: float) -> float | None:
-    """The value below which `share` of the values lie (nearest rank), or None of nothing."""
-    found = sorted(values)
+def percentile(values: Iterable[float | None], share: float) -> float | None:
+    """The value below which `share` of the finite values lie (nearest rank), or None of nothing."""
+    found = sorted(_all_finite(values))
     return found[min(len(found) - 1, int(share * len(found)))] if found else None
+
+
+def _all_finite(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None and math.isfinite(value)]
 
 
 def _finite(value: float | None) -> float | None:
