@@ -1,0 +1,324 @@
+"""The learner: K value updates, advantages, one policy update, weights out. One device; it packs rollouts itself.
+
+A step has two passes. The statistics pass (`_begin`, `_advantages`) makes everything that depends on the whole step:
+aggregation weights, value targets, advantages. The loss pass goes over micro-batches and only sums, so micro-batches,
+packing and order do not change the update (methods §1.1, §9).
+
+Guarantees: a non-finite loss or gradient never reaches an optimizer and names its rollouts; frozen parameters keep their
+bits; `version` counts policy updates and is stored with the state.
+Not covered: threads (`learner_thread.py`) and where rollouts come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from soloist.algorithms.advantages import gae_over_rollouts, length_adaptive_lambda, value_targets
+from soloist.algorithms.aggregation import aggregation_weights
+from soloist.algorithms.gradients import clip_by_global_norm_
+from soloist.algorithms.losses import POLICY_LOSSES, metrics_of
+from soloist.algorithms.masked import whiten
+from soloist.algorithms.values import explained_variance, skill, value_loss
+from soloist.config import RunConfig
+from soloist.environments.base import keyed_random
+from soloist.errors import RunError
+from soloist.metrics import mean
+from soloist.models.loading import save_weights
+from soloist.models.optimizers import WarmupSchedule, build_optimizer, load_optimizer_state, optimizer_state
+from soloist.models.policy import action_log_probs
+from soloist.models.value import ValueModel, freeze_parameters
+from soloist.training.pack import MicroBatch, StepBatch, micro_batches, minibatches, pack, per_rollout
+from soloist.types import Rollout, WeightsRef
+
+Metrics = dict[str, float | None]
+State = dict[str, tuple[dict[str, Tensor], dict[str, Any]]]
+
+
+class Learner:
+    """Owns policy, value model and both optimizers.
+
+    Example: `learner.update_value(rollouts)` K times, `learner.update_policy(rollouts)`, `learner.publish(folder)`.
+    """
+
+    def __init__(self, policy: torch.nn.Module, value: ValueModel, config: RunConfig) -> None:
+        self.policy = policy
+        self.value = value
+        self.config = config
+        self.version = 0
+        self.frozen = freeze_parameters(value, config.value.freeze)
+        self._policy_optimizer = build_optimizer(policy.parameters(), config.policy.lr, config.policy.weight_decay)
+        self._value_optimizer = build_optimizer(value.parameters(), config.value.lr, config.value.weight_decay)
+        self._policy_schedule = WarmupSchedule(peak=config.policy.lr, warmup=config.policy.warmup_steps)
+        self._value_schedule = WarmupSchedule(peak=config.value.lr, warmup=config.value.warmup_steps)
+        self._policy_updates = 0
+        self._value_updates = 0
+        self._step: _Step | None = None
+
+    # --- the step ---------------------------------------------------------------------------------------------------
+
+    def update_value(self, rollouts: Sequence[Rollout]) -> Metrics:
+        """One optimizer step of the value model: MSE to the targets. Raises RunError on a non-finite gradient."""
+        step = self._begin(rollouts)
+        batch = step.batch
+        weights_T = aggregation_weights("token-mean", batch.rollout_T, batch.rollouts)
+        before_T = torch.zeros_like(batch.rewards_T)
+        total = torch.zeros((), device=before_T.device)
+        for micro in step.micros:
+            values_t = self.value.values(micro.input_ids_BL, micro.rows_t, micro.positions_t)
+            before_T[micro.tokens_t] = values_t.detach()
+            loss = value_loss(values_t, step.targets_T[micro.tokens_t], weights_T[micro.tokens_t])
+            loss.backward()
+            total += loss.detach()
+        lr = self._value_schedule.apply(self._value_optimizer, self._value_updates)
+        norm = self._apply(self.value, self._value_optimizer, self.config.value.max_grad_norm, before_T, step)
+        self._value_updates += 1
+        metrics: Metrics = {"critic/loss": float(total), "critic/grad_norm": norm, "critic/lr": lr}
+        return metrics | step.first_look(before_T)
+
+    def update_policy(self, rollouts: Sequence[Rollout]) -> Metrics:
+        """Advantages, then the policy's loss over minibatches and epochs; `version` grows by one.
+
+        Raises RunError on a non-finite loss or gradient, before the optimizer has touched anything.
+        """
+        step = self._begin(rollouts)
+        advantages_T = self._advantages(step)
+        sums: list[dict[str, Tensor]] = []
+        updates: list[Metrics] = []
+        for _ in range(self.config.policy.epochs):
+            for members in minibatches(step.batch, self.config.policy.minibatches):
+                updates.append(self._policy_step(step, advantages_T, members, sums))
+        self.version += 1
+        self._step = None
+        averages = {name: mean(update[name] or 0.0 for update in updates) for name in updates[0]}
+        return metrics_of(sums) | averages | _advantage_metrics(advantages_T)
+
+    def _policy_step(
+        self, step: _Step, advantages_T: Tensor, members: list[int], sums: list[dict[str, Tensor]]
+    ) -> Metrics:
+        """One optimizer step on the rollouts `members`; their token terms are weighted over this set alone."""
+        batch, loss_config = step.batch, self.config.loss
+        weights_T = _weights_of(batch, members, loss_config.loss_agg_mode, loss_config.fixed_length)
+        whole_step = self.config.policy.minibatches == 1
+        micros = step.micros if whole_step else micro_batches(batch, self.config.token_budget, members)
+        log_probs_T = torch.zeros_like(batch.rewards_T)
+        total = torch.zeros((), device=log_probs_T.device)
+        for micro in micros:
+            log_probs_t, entropy_t = self._log_probs(micro)
+            log_probs_T[micro.tokens_t] = log_probs_t.detach()
+            loss, metrics = POLICY_LOSSES[loss_config.policy_loss](
+                log_probs_t,
+                batch.rollout_log_probs_T[micro.tokens_t],
+                advantages_T[micro.tokens_t],
+                weights_T[micro.tokens_t],
+                eps_low=loss_config.eps_low,
+                eps_high=loss_config.eps_high,
+            )
+            loss.backward()
+            total += loss.detach()
+            sums.append(metrics | {"actor/entropy": entropy_t.detach().sum()})
+        lr = self._policy_schedule.apply(self._policy_optimizer, self._policy_updates)
+        norm = self._apply(self.policy, self._policy_optimizer, self.config.policy.max_grad_norm, log_probs_T, step)
+        self._policy_updates += 1
+        return {"actor/pg_loss": float(total), "actor/grad_norm": norm, "actor/lr": lr}
+
+    # --- statistics of the whole step -------------------------------------------------------------------------------
+
+    def _begin(self, rollouts: Sequence[Rollout]) -> _Step:
+        """Pack the step once; the K value updates and the policy update share it."""
+        ids = [rollout.rollout_id for rollout in rollouts]
+        if self._step is not None and self._step.batch.rollout_ids == ids:
+            return self._step
+        batch = pack(rollouts, self.config.model.device, self._shuffled_scores(rollouts))
+        step = _Step(batch, micro_batches(batch, self.config.token_budget))
+        advantage = self.config.advantage
+        if advantage.bootstrap_truncated:
+            step.bootstrap_R = self._values_after_the_end(batch)
+        if advantage.order == "advantages_first" or self.config.value.lambda_value < 1:
+            step.values_T = self.values(step.micros, batch.tokens)
+        step.targets_T = value_targets(
+            batch.rewards_T,
+            step.values_T if step.values_T is not None else torch.zeros_like(batch.rewards_T),
+            batch.lengths_R,
+            gamma=advantage.gamma,
+            lam=self.config.value.lambda_value,
+            bootstrap_R=step.bootstrap_R,
+        )
+        if advantage.order == "value_first":
+            step.values_T = None
+        self._step = step
+        return step
+
+    def _advantages(self, step: _Step) -> Tensor:
+        """Skip-observation GAE with the fresh critic (or, as set, the critic before its updates), shape [T]."""
+        settings, batch = self.config.advantage, step.batch
+        values_T = step.values_T if step.values_T is not None else self.values(step.micros, batch.tokens)
+        lam: float | Tensor | None = settings.lambda_policy
+        if lam is None:
+            lam = length_adaptive_lambda(batch.lengths_R, settings.length_adaptive_alpha)
+        advantages_T = gae_over_rollouts(
+            batch.rewards_T,
+            values_T,
+            batch.lengths_R,
+            gamma=settings.gamma,
+            lam=lam,
+            bootstrap_R=step.bootstrap_R,
+        )
+        return (
+            whiten(advantages_T, torch.ones_like(advantages_T, dtype=torch.bool)) if settings.whiten else advantages_T
+        )
+
+    @torch.no_grad()
+    def values(self, micros: Sequence[MicroBatch], tokens: int) -> Tensor:
+        """V of the state before each trainable token, float32 [T], without gradient."""
+        values_T = torch.zeros(tokens, device=self.config.model.device)
+        for micro in micros:
+            values_T[micro.tokens_t] = self.value.values(micro.input_ids_BL, micro.rows_t, micro.positions_t)
+        return values_T
+
+    @torch.no_grad()
+    def _values_after_the_end(self, batch: StepBatch) -> Tensor:
+        """V of the state in which a truncated rollout stopped, 0 for all others, float32 [R]."""
+        bootstrap_R = torch.zeros(batch.rollouts, device=batch.rewards_T.device)
+        for index in batch.truncated_R.nonzero().flatten().tolist():
+            row = batch.sequences[int(batch.last_segment_R[index])].unsqueeze(0)
+            place = torch.tensor([0], device=row.device), torch.tensor([row.shape[1]], device=row.device)
+            bootstrap_R[index] = self.value.values(row, *place)[0]
+        return bootstrap_R
+
+    def _shuffled_scores(self, rollouts: Sequence[Rollout]) -> list[float] | None:
+        if not self.config.shuffle_rewards:
+            return None
+        scores = [rollout.score or 0.0 for rollout in rollouts]
+        keyed_random(self.config.seed, "shuffle", self.version).shuffle(scores)
+        return scores
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _log_probs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        log_probs_t, entropy_t = action_log_probs(
+            self.policy,
+            micro.input_ids_BL,
+            micro.rows_t,
+            micro.positions_t,
+            self.config.rollout.temperature,
+            with_entropy=True,
+        )
+        assert entropy_t is not None
+        return log_probs_t, entropy_t
+
+    def _apply(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, limit: float, outputs_T: Tensor, step: _Step
+    ) -> float:
+        """Clip and step; returns the norm before clipping. Nothing non-finite passes."""
+        norm = float(clip_by_global_norm_(model.parameters(), limit))
+        if norm != norm or norm in (float("inf"), float("-inf")):
+            optimizer.zero_grad(set_to_none=True)
+            bad = (~outputs_T.isfinite()).nonzero().flatten().tolist()
+            names = sorted({step.batch.rollout_ids[int(step.batch.rollout_T[token])] for token in bad})
+            raise RunError(
+                f"the gradient norm is {norm} at version {self.version}; nothing was updated. Rollouts with non-finite "
+                f"outputs: {', '.join(names) or 'none, so the loss itself overflowed'}"
+            )
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    @torch.no_grad()
+    def log_prob_errors(self, rollouts: Sequence[Rollout]) -> list[float]:
+        """|π/μ − 1| of every action token under the present weights: 0 when engine and learner agree."""
+        batch = pack(rollouts, self.config.model.device)
+        errors_T = torch.zeros_like(batch.rewards_T)
+        for micro in micro_batches(batch, self.config.token_budget):
+            log_probs_t, _ = self._log_probs(micro)
+            errors_T[micro.tokens_t] = torch.expm1(log_probs_t - batch.rollout_log_probs_T[micro.tokens_t]).abs()
+        found: list[float] = errors_T.tolist()
+        return found
+
+    # --- weights and state ------------------------------------------------------------------------------------------
+
+    def publish(self, folder: Path) -> WeightsRef:
+        """Write the policy's weights as `folder/model.safetensors`, visible whole or not at all."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "model.safetensors"
+        return WeightsRef(path=str(path), version=self.version, sha256=save_weights(self.policy, path))
+
+    def state(self) -> State:
+        """Everything with memory, as named (tensors, JSON) parts."""
+        counters = {
+            "version": self.version,
+            "policy_updates": self._policy_updates,
+            "value_updates": self._value_updates,
+        }
+        return {
+            "policy": (_tensors(self.policy), counters),
+            "value": (_tensors(self.value), {}),
+            "policy_optimizer": optimizer_state(self._policy_optimizer, self.policy.named_parameters()),
+            "value_optimizer": optimizer_state(self._value_optimizer, self.value.named_parameters()),
+        }
+
+    def load_state(self, state: State) -> None:
+        """Take back what `state` gave. Raises KeyError or RuntimeError when it belongs to another model."""
+        tensors, counters = state["policy"]
+        _assign(self.policy, tensors)
+        _assign(self.value, state["value"][0])
+        load_optimizer_state(self._policy_optimizer, self.policy.named_parameters(), *state["policy_optimizer"])
+        load_optimizer_state(self._value_optimizer, self.value.named_parameters(), *state["value_optimizer"])
+        self.version = int(counters["version"])
+        self._policy_updates = int(counters["policy_updates"])
+        self._value_updates = int(counters["value_updates"])
+        self._step = None
+
+
+class _Step:
+    """What the updates of one step share."""
+
+    def __init__(self, batch: StepBatch, micros: list[MicroBatch]) -> None:
+        self.batch = batch
+        self.micros = micros
+        self.bootstrap_R = torch.zeros(batch.rollouts, device=batch.rewards_T.device)
+        self.targets_T = torch.zeros_like(batch.rewards_T)
+        self.values_T: Tensor | None = None
+        self._looked = False
+
+    def first_look(self, values_T: Tensor) -> Metrics:
+        """How well the critic predicted rollouts that it had not trained on yet; only at the first of the K updates."""
+        if self._looked:
+            return {}
+        self._looked = True
+        return {
+            "critic/explained_var": explained_variance(values_T, self.targets_T),
+            "critic/skill": skill(per_rollout(values_T, self.batch), per_rollout(self.targets_T, self.batch)),
+        }
+
+
+def _weights_of(batch: StepBatch, members: list[int], mode: str, fixed_length: int) -> Tensor:
+    """Aggregation weights over the rollouts `members`; 0 for all other tokens."""
+    if len(members) == batch.rollouts:
+        return aggregation_weights(mode, batch.rollout_T, batch.rollouts, fixed_length)
+    inside_T = torch.isin(batch.rollout_T, torch.tensor(members, device=batch.rollout_T.device))
+    weights_T = torch.zeros_like(batch.rewards_T)
+    weights_T[inside_T] = aggregation_weights(mode, batch.rollout_T[inside_T], batch.rollouts, fixed_length)
+    return weights_T
+
+
+def _advantage_metrics(advantages_T: Tensor) -> Metrics:
+    return {
+        "advantage/mean": float(advantages_T.mean()),
+        "advantage/std": float(advantages_T.std(correction=0)),
+        "advantage/zero_frac": float((advantages_T == 0).float().mean()),
+    }
+
+
+def _tensors(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
+@torch.no_grad()
+def _assign(module: torch.nn.Module, tensors: dict[str, Tensor]) -> None:
+    for name, parameter in module.named_parameters():
+        parameter.copy_(tensors[name])

@@ -1,0 +1,54 @@
+"""The learner on a thread of its own: the event loop goes on serving players while torch computes.
+
+Torch releases the interpreter lock inside its kernels; what remains is short, so the loop's delay stays small (a metric).
+All calls run on one thread, in order, so the learner needs no locks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from soloist.runtime.health import WorkerThread
+from soloist.training.learner import Learner, Metrics, State
+from soloist.types import Rollout, WeightsRef
+
+
+class LearnerThread:
+    """`Learner` with awaitable methods. Replaced by a process group when there are many devices; the loop stays.
+
+    Example: `metrics = await LearnerThread(learner).update_policy(rollouts)`.
+    """
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+        self._thread = WorkerThread("learner")
+
+    @property
+    def version(self) -> int:
+        """Policy updates so far."""
+        return self._learner.version
+
+    async def update_value(self, rollouts: Sequence[Rollout]) -> Metrics:
+        """See `Learner.update_value`."""
+        return await self._thread.call(self._learner.update_value, rollouts)
+
+    async def update_policy(self, rollouts: Sequence[Rollout]) -> Metrics:
+        """See `Learner.update_policy`."""
+        return await self._thread.call(self._learner.update_policy, rollouts)
+
+    async def log_prob_errors(self, rollouts: Sequence[Rollout]) -> list[float]:
+        """See `Learner.log_prob_errors`."""
+        return await self._thread.call(self._learner.log_prob_errors, rollouts)
+
+    async def publish(self, folder: Path) -> WeightsRef:
+        """See `Learner.publish`."""
+        return await self._thread.call(self._learner.publish, folder)
+
+    async def state(self) -> State:
+        """See `Learner.state`."""
+        return await self._thread.call(self._learner.state)
+
+    def close(self) -> None:
+        """Let the thread end when its work is done."""
+        self._thread.close()

@@ -1,0 +1,43 @@
+"""The main loop, and the player that feeds it. Read this file first.
+
+ task name   consumes                 produces            waits for                        woken by
+ train       a full step of rollouts  weights of v + 1    `buffer.take`: step b is full    a rollout that occupies its place
+ player n    a place, a task          one rollout         `buffer.lease`: a place is free  a step that was taken, new weights
+ watcher     the buffer's state       stall reports       the clock                        time
+
+All waiting happens in `runtime/buffer.py`. Every task belongs to one TaskGroup; the first that fails ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from soloist.training.setup import Run
+
+
+async def train(run: Run) -> None:
+    """Take `steps` optimizer steps. Any task that fails ends the run with its error."""
+    timed = run.stopwatch.timed
+    async with asyncio.TaskGroup() as group:
+        players = [group.create_task(play(run), name=f"player {n}") for n in range(run.config.players)]
+        for step in range(run.first_step, run.config.steps):
+            rollouts = await timed("wait_for_rollouts", run.buffer.take(version=step))
+            for _ in range(run.config.value.updates_per_step):  # the critic learns faster: K = 2
+                value = await timed("update_value", run.learner.update_value(rollouts))
+                run.note(value)
+            policy = await timed("update_policy", run.learner.update_policy(rollouts))  # skip-observation GAE, DIS
+            run.note(policy)
+            await timed("commit", run.commit(step, rollouts))  # what was trained is on record …
+            if run.publishes_after(step):
+                await timed("weight_sync", run.publish(step + 1))  # … before anyone samples from it
+            await run.record(step, rollouts)
+        for player in players:
+            player.cancel()
+
+
+async def play(run: Run) -> None:
+    """Play one rollout after another, for ever. A rollout that breaks is data; it never ends the player."""
+    while True:
+        lease = await run.buffer.lease(run.engines.oldest_version)
+        rollout = await run.episodes.play(run.fresh_rollout(lease), lease.task, run.slot_of(lease))
+        await run.buffer.put(lease, rollout)

@@ -1,0 +1,308 @@
+"""The stages of a run, in order and resumable: sft → pretrain-value → train → eval. `cli.py` calls `run_stages`.
+
+A stage is done when its summary is in `stages.json`. `run` skips those that are done; a single stage that is done is
+refused unless resumed. Every stage reads only what the stages before it left in the run folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from soloist.config import RunConfig
+from soloist.errors import RunError, UserError
+from soloist.metrics import MetricsLog, mean
+from soloist.models.loading import load_policy
+from soloist.models.tiny import build_tiny
+from soloist.models.value import ValueModel
+from soloist.runtime.buffer import RolloutBuffer
+from soloist.runtime.health import EventLoopDelay
+from soloist.runtime.ledger import Ledger
+from soloist.seams import Clock, Storage, SystemClock, sha256_of
+from soloist.training.checkpoint import Checkpoints
+from soloist.training.evaluation import evaluate, play_tasks
+from soloist.training.learner_thread import LearnerThread
+from soloist.training.loop import train
+from soloist.training.observer import Observer
+from soloist.training.pretrain_value import ValuePretraining, store_rollouts, stored_rollouts
+from soloist.training.run_folder import RunFolder
+from soloist.training.setup import Bench, Run, build_learner, build_rendered, open_bench, probe_parity
+from soloist.training.sft import run_sft
+from soloist.training.stopwatch import Stopwatch
+from soloist.training.weights import PublishedWeights
+from soloist.types import Rollout, WeightsRef
+
+STAGES = ("sft", "pretrain-value", "train", "eval")
+# Tasks of value pretraining lie far away from those of RL, so that the critic is not fitted to RL's first epoch.
+PRETRAINING_TASKS = 1_000_000
+
+
+def run_stages(
+    config: RunConfig,
+    stages: Sequence[str],
+    *,
+    resume: bool,
+    skip_done: bool,
+    observer: Observer,
+    clock: Clock | None = None,
+) -> dict[str, Any]:
+    """Run `stages` in order; returns the summaries by stage.
+
+    Raises UserError (bad input), RunError (the run went wrong) or KeyboardInterrupt; engines and sandboxes are stopped
+    in every case.
+    """
+    folder = RunFolder(config)
+    context = _Context(config, folder, observer, clock or SystemClock())
+    summaries: dict[str, Any] = {}
+    with folder.locked():
+        folder.open(config, resume=resume or skip_done)
+        for stage in stages:
+            finished = folder.done(stage)
+            if finished is not None and (skip_done or resume):
+                observer.note(f"{stage} is done already, skipped")
+                summaries[stage] = finished
+                continue
+            summaries[stage] = _WORK[stage](context)
+            folder.mark_done(stage, summaries[stage])
+            observer.stage_finished(stage, summaries[stage])
+    return summaries
+
+
+class _Context:
+    """What every stage gets."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder, observer: Observer, clock: Clock) -> None:
+        self.config = config
+        self.folder = folder
+        self.observer = observer
+        self.clock = clock
+        self.storage = Storage()
+
+    def require_base_model(self) -> Path:
+        """The base model's folder; a tiny one is built when the config names none."""
+        if not self.config.model.path and not self.folder.base_model.exists():
+            build_tiny(self.config.model, self.config.seed, self.folder.base_model)
+        return self.folder.base_model
+
+    def require_sft_model(self) -> Path:
+        """The folder that RL starts from. Raises UserError when SFT has not been run."""
+        if not self.config.sft.steps:
+            return self.require_base_model()
+        if not self.folder.sft_model.exists():
+            raise UserError(f"{self.folder.sft_model} does not exist; run `soloist sft` first, or set sft.steps = 0")
+        return self.folder.sft_model
+
+
+def _sft(context: _Context) -> dict[str, Any]:
+    config, folder = context.config, context.folder
+    model = context.require_base_model()
+    environment, rendering = build_rendered(config, model)
+    summary: dict[str, Any] = {"steps": config.sft.steps}
+    if config.sft.steps:
+        if not folder.sft_model.exists():
+            summary |= run_sft(config, folder, environment, rendering, context.observer, context.clock)
+    # The figure that RL is measured against, taken where it can't change any more.
+    return summary | {"eval": _evaluation_of(context, context.require_sft_model(), None, 0)}
+
+
+def _pretrain_value(context: _Context) -> dict[str, Any]:
+    config, folder = context.config, context.folder
+    model = context.require_sft_model()
+    path = folder.value_pretraining / "rollouts.msgpack.zlib"
+    rollouts = stored_rollouts(path)
+    if rollouts is None:
+        rollouts = _with_bench(context, model, None, lambda bench: _play_for_critic(context, bench))
+        store_rollouts(path, rollouts, context.storage)
+    torch.set_num_threads(config.sft.threads)
+    value = ValueModel.from_policy(load_policy(model, config.model.dtype, config.model.device))
+    fitting = ValuePretraining(value, config, rollouts)
+    checkpoints = Checkpoints(
+        folder.value_pretraining / "checkpoints", keep=config.value_pretraining.patience + 1, storage=context.storage
+    )
+    summary = fitting.run(checkpoints, MetricsLog(folder.metrics), context.observer, context.clock)
+    weights = {name: parameter.detach() for name, parameter in value.named_parameters()}
+    Checkpoints(folder.value_pretraining / "best", keep=1).save(summary["best_epoch"], {"value": (weights, {})})
+    return summary | {"rollouts": len(rollouts), "reward": mean(r.reward or 0.0 for r in rollouts if r.trainable)}
+
+
+async def _play_for_critic(context: _Context, bench: Bench) -> list[Rollout]:
+    config = context.config
+    count = config.value_pretraining.rollouts
+    context.observer.stage_started("rollouts for the critic", count)
+    tasks = [bench.environment.train_task(PRETRAINING_TASKS + index) for index in range(count)]
+    return await play_tasks(
+        bench.episodes,
+        tasks,
+        sampling=bench.sampling,
+        config=config,
+        clock=context.clock,
+        prefix="v",
+        progress=_every(64, context.observer, "rollouts for the critic"),
+    )
+
+
+def _train(context: _Context) -> dict[str, Any]:
+    model = context.require_sft_model()
+    learner = build_learner(context.config, context.folder)
+    checkpoints = Checkpoints(context.folder.checkpoints, storage=context.storage)
+    found = checkpoints.load_newest(context.observer.note)
+    progress: dict[str, Any] = {"step": 0}
+    if found is not None:
+        progress = found[1].pop("progress")[1]
+        learner.load_state(found[1])
+        context.observer.note(f"train goes on at step {progress['step']}")
+    if progress["step"] >= context.config.steps:
+        raise UserError(f"the run has {progress['step']} steps already; raise steps = {context.config.steps}")
+    weights = PublishedWeights(context.folder.weights, model)
+    reference = learner.publish(weights.folder_of(learner.version))
+
+    async def work(bench: Bench) -> dict[str, Any]:
+        return await _train_with(context, bench, LearnerThread(learner), checkpoints, weights, progress)
+
+    return _with_bench(context, model, reference, work)
+
+
+async def _train_with(
+    context: _Context,
+    bench: Bench,
+    learner: LearnerThread,
+    checkpoints: Checkpoints,
+    weights: PublishedWeights,
+    progress: dict[str, Any],
+) -> dict[str, Any]:
+    config, clock = context.config, context.clock
+    first_step = int(progress["step"])
+    error = await probe_parity(bench, learner, config, clock)
+    context.observer.note(f"engine and learner agree: largest |ratio - 1| is {error:.1e}")
+    context.observer.stage_started("train", config.steps)
+    ledger = await Ledger.open(context.folder.ledger)
+    delay = EventLoopDelay()
+    try:
+        await ledger.rollback(first_step)
+        buffer = RolloutBuffer(
+            config, bench.environment.train_task, ledger=ledger, clock=clock,
+            on_stall=context.observer.note, on_abort=bench.engines.abort,
+        )  # fmt: skip
+        if "buffer" in progress:
+            buffer.load_state(progress["buffer"])
+        run = Run(
+            config=config,
+            first_step=first_step,
+            buffer=buffer,
+            engines=bench.engines,
+            episodes=bench.episodes,
+            sampling=bench.sampling,
+            learner=learner,
+            ledger=ledger,
+            weights=weights,
+            checkpoints=checkpoints,
+            log=MetricsLog(context.folder.metrics),
+            stopwatch=Stopwatch(clock, context.folder.timeline),
+            delay=delay,
+            clock=clock,
+            observer=context.observer,
+        )
+        gauge = asyncio.create_task(delay.run(), name="event-loop delay")
+        try:
+            await train(run)
+        finally:
+            gauge.cancel()
+    finally:
+        await ledger.close()
+        learner.close()
+    return _train_summary(run)
+
+
+def _train_summary(run: Run) -> dict[str, Any]:
+    def average(name: str) -> float | None:
+        return mean(value for metrics in run.history if (value := metrics.get(name)) is not None)
+
+    return {
+        "steps": run.config.steps,
+        "reward": run.history[-1].get("reward/mean"),
+        "mean_staleness": average("off_policy/staleness/mean"),
+        "spanning_fraction": average("off_policy/spanning_frac"),
+        "masked_frac": average("dis/masked_frac"),
+        "loop_delay_p99_ms": run.delay.p99_ms(),
+    }
+
+
+def _eval(context: _Context) -> dict[str, Any]:
+    model = context.require_sft_model()
+    newest = PublishedWeights(context.folder.weights, model).newest()
+    if newest is None:
+        return _evaluation_of(context, model, None, 0)
+    version = int(newest.name.removeprefix("step_"))
+    path = newest / "model.safetensors"
+    return _evaluation_of(context, model, WeightsRef(path=str(path), version=version, sha256=sha256_of(path)), version)
+
+
+def _evaluation_of(context: _Context, model: Path, weights: WeightsRef | None, version: int) -> dict[str, Any]:
+    """Held-out evaluation on a pinned engine; also a metric."""
+    config = context.config
+
+    async def work(bench: Bench) -> dict[str, Any]:
+        tasks = [bench.environment.heldout_task(index) for index in range(config.eval.problems)]
+        context.observer.stage_started("eval", len(tasks) * config.eval.samples)
+        return await evaluate(
+            bench.episodes,
+            tasks,
+            config=config,
+            stop_token_ids=bench.sampling.stop_token_ids,
+            clock=context.clock,
+            version=version,
+            progress=_every(256, context.observer, "eval"),
+        )
+
+    result = _with_bench(context, model, weights, work, pinned=True)
+    name = f"eval/{config.environment.name}/avg@{config.eval.samples}"
+    MetricsLog(context.folder.metrics).write("eval", version, context.clock.now(), {name: result["avg"]})
+    return result
+
+
+def _every(count: int, observer: Observer, stage: str) -> Callable[[int, Sequence[Rollout]], None]:
+    def progress(done: int, rollouts: Sequence[Rollout]) -> None:
+        if done % count == 0:
+            scored = [rollout.reward or 0.0 for rollout in rollouts if rollout.trainable]
+            observer.progress(stage, done, {"reward/mean": mean(scored)})
+
+    return progress
+
+
+def _with_bench(
+    context: _Context,
+    model: Path,
+    weights: WeightsRef | None,
+    work: Callable[[Bench], Awaitable[Any]],
+    pinned: bool = False,
+) -> Any:
+    """Run `work` with engines and environment around it. The first error inside is raised as it is."""
+
+    async def main() -> Any:
+        async with open_bench(context.config, model, context.clock, context.observer, weights, pinned) as bench:
+            return await work(bench)
+
+    try:
+        return asyncio.run(main())
+    except BaseExceptionGroup as group:
+        raise _first_cause(group) from group
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """The error that ended a TaskGroup: one with a message for people if there is one."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    causes = [_first_cause(inner) for inner in error.exceptions]
+    return next((cause for cause in causes if isinstance(cause, RunError | UserError)), causes[0])
+
+
+_WORK: dict[str, Callable[[_Context], dict[str, Any]]] = {
+    "sft": _sft,
+    "pretrain-value": _pretrain_value,
+    "train": _train,
+    "eval": _eval,
+}
