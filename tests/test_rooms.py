@@ -1,4 +1,4 @@
-"""The rooms and their floors: which way imports go, how light the light ones are, and what no source file may contain."""
+"""The rooms and their floors: which way imports go, how light they load, and what no source file may contain."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MOD
 
 def room(module: str) -> str:
     """First part below the package; the package's own `__init__` counts as such."""
-    return (module.split(".") + ["__init__"])[1]
+    return [*module.split("."), "__init__"][1]
 
 
 def imported(node: ast.AST) -> list[str]:

@@ -110,7 +110,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path, stage: str | None = None) -> list[dict[str, Any]]:
-    """All complete records of a log, of one stage if named. A torn last line is left out."""
+    """All complete records of a log, of one stage if named. Torn lines are left out."""
     if not path.is_file():
         return []
     records = []
@@ -119,7 +119,7 @@ def read_metrics(path: Path, stage: str | None = None) -> list[dict[str, Any]]:
             record = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if stage is None or record.get("stage") == stage:
+        if isinstance(record, dict) and stage in (None, record.get("stage")):
             records.append(record)
     return records
 
