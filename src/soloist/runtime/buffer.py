@@ -1,0 +1,216 @@
+"""The rollout buffer: the only place where players and the learner wait for each other.
+
+    players   lease ──► play ──► put                 wait for: a place (woken by put, take, wake)
+    learner                       take ──► train     waits for: a full current step (woken by put)
+
+States of an attempt: running → finished → scored → trained, or failed, or dropped (drawn in `places.py`).
+Invariant, whenever no call is running: attempts = running + finished + scored + trained + dropped + failed, and no step
+holds more than `rollouts_per_step` rollouts. All changes happen synchronously between two awaits and end with one
+signal that wakes every waiter, so there is no lock to hold and no wake-up to lose.
+
+Guarantees: a wait for a step is reported after `stall_report_seconds`, again after as many more, and ends the run after
+`stall_limit_seconds`; too many failures end it with the dominant reason; the first error wakes everybody.
+Not covered: deadlines of episodes (the player's), durability (`ledger.py`). A player's wait for a place is reported
+after `stall_limit_seconds` without any change, but doesn't end the run: a long optimizer step looks the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from soloist.config import RunConfig
+from soloist.errors import RunError
+from soloist.runtime.places import Lease, Places
+from soloist.runtime.staleness import Admission
+from soloist.runtime.tasks import TaskSource
+from soloist.seams import Clock, SystemClock
+from soloist.types import Rollout
+
+
+class RolloutBuffer:
+    """Leases places to players, takes their rollouts back and hands full steps to the learner.
+
+    Example: `lease = await buffer.lease(lambda: engine.version)` and `await buffer.put(lease, rollout)` in a player,
+    `rollouts = await buffer.take(version=step)` in the loop, `buffer.wake()` after the engines loaded new weights.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        source: TaskSource,
+        *,
+        clock: Clock | None = None,
+        on_stall: Callable[[str], None] = lambda report: None,
+        on_abort: Callable[[list[str]], None] = lambda rollout_ids: None,
+        sort_by_place: bool | None = None,
+        poll_seconds: float = 1.0,
+    ) -> None:
+        """`sort_by_place` follows `config.deterministic` when None; waiters look at the clock every `poll_seconds`."""
+        self._health = config.health
+        self._clock = clock or SystemClock()
+        self._places = Places(config, source, self._clock, on_abort)
+        self._on_stall = on_stall
+        self._sorted = config.deterministic if sort_by_place is None else sort_by_place
+        self._poll_seconds = poll_seconds
+        self._changed = asyncio.Event()
+        self._error: Exception | None = None
+        self._taking = False
+        self._queue_size = 0
+        self._moved_at = self._spoke_at = self._clock.monotonic()
+
+    @property
+    def admission(self) -> Admission:
+        """Which step comes next and who may enter it."""
+        return self._places.admission
+
+    async def lease(self, version: Callable[[], int]) -> Lease:
+        """Wait for a place and lease it. `version` is asked at each try: that of the engine that will serve.
+
+        Raises the error that ended the run.
+        """
+        while True:
+            self._raise_error()
+            lease = self._places.try_lease(version())
+            if lease is not None:
+                return lease
+            await self._change()
+            self._report_idle_learner()
+
+    async def put(self, lease: Lease, rollout: Rollout) -> None:
+        """Take an ended rollout back; a result that nobody awaits any more is ignored.
+
+        Raises RunError when too many attempts failed or a version stamp is impossible (the run is over then), and
+        ValueError for a rollout that isn't the lease's or hasn't ended.
+        """
+        self._raise_error()
+        try:
+            self._places.settle(lease, rollout)
+        except RunError as error:
+            self._end(error)
+        self._stop_if_failing()
+        self.wake()
+
+    async def take(self, version: int) -> list[Rollout]:
+        """Wait until the step that trains `version` is full; its rollouts in order of occupation (or of place).
+
+        Raises RunError for a version out of turn, after `stall_limit_seconds`, for a broken staleness bound, and the
+        error that ended the run.
+        """
+        if version != self.admission.step:
+            raise RunError(f"take(version={version}), but step {self.admission.step} comes next; take steps in order")
+        self._queue_size = self._places.scored_count()
+        began = self._spoke_at = self._clock.monotonic()
+        self._taking = True
+        try:
+            while not self._ready():
+                await self._change()
+                if not self._ready():
+                    self._report_stall(began)
+        finally:
+            self._taking = False
+        try:
+            rollouts = self._places.consume()
+        except RunError as error:
+            self._end(error)
+        self.wake()
+        return sorted(rollouts, key=lambda rollout: rollout.place) if self._sorted else rollouts
+
+    def wake(self) -> None:
+        """Wake all waiters because something changed. Call it after engines loaded a new version."""
+        self._moved_at = self._clock.monotonic()
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def fail(self, error: Exception) -> None:
+        """End the run: everybody who waits or comes later gets `error`. The first error wins."""
+        self._error = self._error or error
+        self.wake()
+
+    def close(self) -> None:
+        """No more leases and steps; whoever waits gets a RunError."""
+        self.fail(RunError(f"the buffer was closed before step {self.admission.step}"))
+
+    def note(self, lease: Lease, waiting_for: str, finished: bool = False) -> None:
+        """Say what a rollout waits for, for stall reports; `finished` once only its score is missing."""
+        self._places.note(lease, waiting_for, finished)
+
+    def conservation(self) -> dict[str, int]:
+        """Attempts by state; `attempts` equals the sum of the others."""
+        return self._places.conservation()
+
+    def check_conservation(self) -> None:
+        """Raise AssertionError unless every attempt and every task is counted exactly once."""
+        self._places.check_conservation()
+
+    def fates(self) -> dict[str, int]:
+        """Failed and dropped attempts by boundary or reason, and the late results that were ignored."""
+        return {**self._places.tally.reasons, "late": self._places.tally.late}
+
+    def step_metrics(self) -> dict[str, float | None]:
+        """Metrics of the step taken last and of all attempts that ended since the last call."""
+        return {**self._places.step_metrics(), "queue/size": float(self._queue_size)}
+
+    def report(self) -> str:
+        """One line about everything under way."""
+        return self._places.describe()
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able: the next step and the task source. Rollouts under way or untrained are not part of it."""
+        return self._places.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from `state`; what wasn't trained then is leased again, first. Raises ValueError after a lease."""
+        self._places.load_state(state)
+
+    # Waiting, and what may end it.
+
+    def _ready(self) -> bool:
+        self._raise_error()
+        return self.admission.ready()
+
+    async def _change(self) -> None:
+        """Until the next signal, or until it is time to look at the clock."""
+        changed = self._changed
+        try:
+            async with asyncio.timeout(self._poll_seconds):
+                await changed.wait()
+        except TimeoutError:
+            return
+
+    def _report_stall(self, began: float) -> None:
+        now = self._clock.monotonic()
+        report = f"no full step for {now - began:.1f} s"
+        if now - began >= self._health.stall_limit_seconds:
+            limit = f"health.stall_limit_seconds = {self._health.stall_limit_seconds:g}"
+            self._end(RunError(f"{report}, the limit ({limit}): {self.report()}"))
+        if now - self._spoke_at >= self._health.stall_report_seconds:
+            self._spoke_at = now
+            self._on_stall(f"{report}: {self.report()}")
+
+    def _report_idle_learner(self) -> None:
+        now = self._clock.monotonic()
+        quiet = now - max(self._moved_at, self._spoke_at)
+        if not self._taking and quiet >= self._health.stall_limit_seconds:
+            self._spoke_at = now
+            self._on_stall(f"players wait and the learner has not asked for a step for {quiet:.1f} s: {self.report()}")
+
+    def _stop_if_failing(self) -> None:
+        tally, limit = self._places.tally, self._health.max_failed_ratio
+        share = tally.failed_share()
+        if share is not None and share > limit:
+            self._end(
+                RunError(
+                    f"{share:.0%} of the last rollouts failed, above health.max_failed_ratio = {limit:g}; mend what "
+                    f"breaks at this boundary: {tally.dominant_failure()}"
+                )
+            )
+
+    def _end(self, error: RunError) -> NoReturn:
+        self.fail(error)
+        raise error
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error

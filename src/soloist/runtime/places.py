@@ -1,0 +1,348 @@
+"""Who holds which place: leases, attempts and groups of the rollout buffer, as synchronous bookkeeping.
+
+    running ──► finished ──► scored ──► trained      finished: the episode is over, its score is not known yet
+       └───────────┴─► failed    └─► dropped         a failed or aborted attempt is tried again, then its task given up
+
+Invariant, after every call: attempts = running + finished + scored + trained + dropped + failed.
+
+Guarantees: a failure is never handed out for training, nor is a rollout without action tokens or with a reward that is
+not finite; an attempt's record starts empty; a result that nobody waits for any more is ignored; every rollout handed
+out obeys the staleness bound of `wait` and `drop`.
+Not covered: waiting and deadlines (`buffer.py`), the step a unit may enter (`staleness.py`), durability (`ledger.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from soloist.config import RunConfig
+from soloist.errors import RunError
+from soloist.metrics import mean
+from soloist.runtime.staleness import Admission
+from soloist.runtime.tally import Tally
+from soloist.runtime.tasks import TaskSource
+from soloist.seams import Clock
+from soloist.types import Failure, Record, Rollout, Task
+
+
+class Lease(Record, frozen=True, kw_only=True):
+    """The right to play one rollout, and the names that it must carry.
+
+    Example: `Lease(unit=3, group_id="g3", rollout_id="r3", place=3, attempt=0, task=task, step=1, version=0)`.
+    """
+
+    unit: int
+    """Index of the task; the unit of admission."""
+    group_id: str
+    rollout_id: str
+    place: int
+    """Number of the rollout among all: unit · group_size + member. Also its key in the random stream."""
+    attempt: int
+    """How many attempts at this place came before."""
+    task: Task
+    step: int
+    """The step that the place was reserved in; the rollout may be trained in another one within its bound."""
+    version: int
+    """Version of the engine when the rollout was leased."""
+
+
+@dataclass(kw_only=True)
+class _Running:
+    """A lease under way, with what a stall report says about it."""
+
+    lease: Lease
+    since: float
+    waiting_for: str = "its first turn"
+    finished: bool = False
+
+
+@dataclass(kw_only=True)
+class _Unit:
+    """A group under way: each member is pending, running or scored."""
+
+    index: int
+    task: Task
+    step: int
+    attempts: list[int]
+    pending: list[int]
+    running: dict[int, _Running] = field(default_factory=dict)
+    scored: dict[int, tuple[Rollout, float]] = field(default_factory=dict)
+    doomed: str = ""
+    """Fate of its rollouts once the group lost its place; it then waits for its running members to come home."""
+    reason: str = ""
+    """Why it lost it, for the quarantine."""
+
+
+class Places:
+    """Leases places, judges what comes back and hands out full steps. Nothing here waits.
+
+    Example: `lease = places.try_lease(version=0); places.settle(lease, rollout); rollouts = places.consume()`.
+    """
+
+    def __init__(
+        self, config: RunConfig, source: TaskSource, clock: Clock, on_abort: Callable[[list[str]], None]
+    ) -> None:
+        self.source = source
+        self._config = config
+        self._size = config.group_size
+        self._clock = clock
+        self._on_abort = on_abort
+        self.admission = self._new_admission(step=0)
+        self.tally = Tally(window=config.rollouts_per_step)
+        self._units: dict[int, _Unit] = {}
+        self._tries: dict[int, list[int]] = {}  # attempts so far of units that were given back
+        self.ages_s: list[float] = []
+        """Seconds between scoring and training of the rollouts consumed last."""
+
+    def try_lease(self, version: int) -> Lease | None:
+        """A place for an engine of `version`, or None. Members of a group that has its place come first."""
+        for unit in self._units.values():
+            if unit.pending and self.admission.join(unit.index, version):
+                return self._issue(unit, version)
+        index, task = self.source.peek()
+        step = self.admission.reserve(index, version)
+        if step is None:
+            return None
+        self.source.lease()
+        attempts = self._tries.pop(index, [0] * self._size)
+        unit = _Unit(index=index, task=task, step=step, attempts=attempts, pending=list(range(self._size)))
+        self._units[index] = unit
+        return self._issue(unit, version)
+
+    def settle(self, lease: Lease, rollout: Rollout) -> None:
+        """Take an ended rollout back: it becomes scored, failed or dropped.
+
+        Ignored when its attempt isn't running any more. Raises ValueError for a rollout that isn't the lease's or
+        hasn't ended, RunError for versions that are missing or of the future.
+        """
+        running = self._find(lease)
+        if running is None:
+            self.tally.late += 1
+            return
+        if (rollout.rollout_id, rollout.attempt) != (lease.rollout_id, lease.attempt) or rollout.status is None:
+            raise ValueError(
+                f"lease {lease.rollout_id} attempt {lease.attempt} got rollout {rollout.rollout_id} attempt "
+                f"{rollout.attempt} with status {rollout.status}; put the ended rollout of this very attempt"
+            )
+        unit, member = self._units[lease.unit], lease.place % self._size
+        failure = self._judge(unit, rollout)
+        del unit.running[member]
+        length = rollout.action_tokens
+        if failure is not None:
+            self.tally.failed(failure, length)
+            self._retry(unit, member, f"{failure.boundary}: {failure.reason}")
+        elif unit.doomed or rollout.status == "aborted":
+            self.tally.dropped(unit.doomed or "aborted", length)
+            self._retry(unit, member, "aborted")
+        else:
+            self.tally.scored(length)
+            unit.scored[member] = (rollout, self._clock.monotonic())
+            self._occupy_if_complete(unit)
+
+    def consume(self) -> list[Rollout]:
+        """The current step's rollouts in order of occupation, marked as trained at it; goes on to the next step.
+
+        Raises ValueError when the step isn't ready, RunError when a rollout breaks the staleness bound.
+        """
+        step = self.admission.step
+        units = [self._units.pop(index) for index in self.admission.consume()]
+        pairs = [pair for unit in units for _, pair in sorted(unit.scored.items())]
+        for rollout, _ in pairs:
+            self._check_staleness(rollout, step)
+        for unit in units:
+            self.source.trained(unit.index)
+        self.tally.trained(len(pairs))
+        now = self._clock.monotonic()
+        self.ages_s = [now - scored_at for _, scored_at in pairs]
+        for index in self.admission.overdue():
+            self.admission.drop(index)
+            self._doom(self._units[index], "stale", "stale")
+        return [msgspec.structs.replace(rollout, state="trained", trained_step=step) for rollout, _ in pairs]
+
+    def note(self, lease: Lease, waiting_for: str, finished: bool) -> None:
+        """Say what a running rollout waits for; `finished` once only its score is missing."""
+        running = self._find(lease)
+        if running is not None:
+            running.waiting_for, running.finished = waiting_for, finished
+
+    def scored_count(self) -> int:
+        """Rollouts that are scored and not yet trained, members of incomplete groups included."""
+        return sum(len(unit.scored) for unit in self._units.values())
+
+    def conservation(self) -> dict[str, int]:
+        """Attempts by state. `attempts` is counted on its own and must equal the sum of the others."""
+        running = self._all_running()
+        finished = sum(one.finished for one in running)
+        return {
+            "attempts": self.tally.attempts,
+            "running": len(running) - finished,
+            "finished": finished,
+            "scored": self.scored_count(),
+            **{fate: self.tally.ended[fate] for fate in ("trained", "dropped", "failed")},
+        }
+
+    def check_conservation(self) -> None:
+        """Raise AssertionError unless every attempt, unit and task is counted exactly once."""
+        kinds = {
+            "attempts": self.conservation(),
+            "tasks": self.source.counts(),
+        }
+        for total, counts in kinds.items():
+            rest = {fate: count for fate, count in counts.items() if fate != total}
+            if counts[total] != sum(rest.values()):
+                raise AssertionError(f"{counts[total]} {total} are not the sum of {rest}")
+
+    def describe(self) -> str:
+        """One line about everything under way: step, queue sizes, versions, oldest rollout, failures."""
+        counts = ", ".join(f"{count} {state}" for state, count in self.conservation().items())
+        states = ", ".join(f"{step} {state}" for step, state in self.admission.horizon().items())
+        line = f"step {self.admission.step}; rollouts: {counts}; steps: {states}; tasks: {self.source.counts()}"
+        running = self._all_running()
+        if running:
+            versions = [one.lease.version for one in running]
+            oldest = min(running, key=lambda one: one.since)
+            line += (
+                f"; leased at versions {min(versions)}-{max(versions)}; oldest rollout {oldest.lease.rollout_id} "
+                f"(attempt {oldest.lease.attempt}) has run {self._clock.monotonic() - oldest.since:.1f} s and waits "
+                f"for {oldest.waiting_for}"
+            )
+        return f"{line}; recent failures: {self.tally.dominant_failure()}"
+
+    def step_metrics(self) -> dict[str, float | None]:
+        """Metrics of the attempts that ended since the last call, and age of the rollouts consumed last."""
+        return {**self.tally.step_metrics(), "queue/age_s": mean(self.ages_s)}
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able: step, task source and tries. Rollouts are not in it; what wasn't trained is played again."""
+        tries = {**self._tries, **{unit.index: unit.attempts for unit in self._units.values()}}
+        return {
+            "step": self.admission.step,
+            "source": self.source.state(),
+            "tries": [[index, list(attempts)] for index, attempts in sorted(tries.items()) if any(attempts)],
+            "dropped": self.tally.dropped_before + self.tally.ended["dropped"],
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue before step `state["step"]` with nothing under way. Raises ValueError if something is."""
+        if self._units:
+            raise ValueError(f"{len(self._units)} units are under way; load the state before anything is leased")
+        self.admission = self._new_admission(state["step"])
+        self.source.load_state(state["source"])
+        self._tries = {index: list(attempts) for index, attempts in state["tries"]}
+        self.tally.dropped_before = state["dropped"]
+
+    # Units.
+
+    def _new_admission(self, step: int) -> Admission:
+        c = self._config
+        return Admission(c.rollouts_per_step, c.max_staleness, c.on_stale, unit_size=c.group_size, step=step)
+
+    def _issue(self, unit: _Unit, version: int) -> Lease:
+        member = unit.pending.pop(0)
+        place = unit.index * self._size + member
+        lease = Lease(
+            unit=unit.index,
+            group_id=f"g{unit.index}",
+            rollout_id=f"r{place}",
+            place=place,
+            attempt=unit.attempts[member],
+            task=unit.task,
+            step=unit.step,
+            version=version,
+        )
+        unit.running[member] = _Running(lease=lease, since=self._clock.monotonic())
+        self.tally.attempts += 1
+        return lease
+
+    def _find(self, lease: Lease) -> _Running | None:
+        unit = self._units.get(lease.unit)
+        running = unit.running.get(lease.place % self._size) if unit is not None else None
+        return running if running is not None and running.lease.attempt == lease.attempt else None
+
+    def _all_running(self) -> list[_Running]:
+        return [running for unit in self._units.values() for running in unit.running.values()]
+
+    def _judge(self, unit: _Unit, rollout: Rollout) -> Failure | None:
+        """Why a rollout can't be trained, or None. Raises RunError for impossible version stamps."""
+        if rollout.failure is not None or rollout.status == "failed":
+            return rollout.failure or Failure(boundary="environment", reason="failed without a reason")
+        if rollout.status == "aborted" or unit.doomed:
+            return None
+        if rollout.action_tokens == 0:
+            return Failure(boundary="empty", reason="no action token")
+        if rollout.reward is None or not math.isfinite(rollout.reward):
+            return Failure(boundary="scorer", reason=f"reward {rollout.reward} is not a finite number")
+        oldest = rollout.oldest_version
+        if oldest is None or not 0 <= oldest <= self.admission.step:
+            raise RunError(
+                f"rollout {rollout.rollout_id} from engine '{rollout.engine}' has oldest version {oldest} at step "
+                f"{self.admission.step}; every action token needs the version of weights that were published"
+            )
+        if self.admission.mode == "wait" and not self.admission.join(unit.index, oldest):
+            return Failure(boundary="engine", reason=f"sampled by version {oldest}, older than when it was leased")
+        return None
+
+    def _occupy_if_complete(self, unit: _Unit) -> None:
+        if len(unit.scored) < self._size:
+            return
+        oldest = min(rollout.oldest_version or 0 for rollout, _ in unit.scored.values())
+        if self.admission.occupy(unit.index, oldest) is None:
+            self._doom(unit, "stale", "stale")
+
+    def _retry(self, unit: _Unit, member: int, reason: str) -> None:
+        """Another attempt for the member. A group with nothing else to keep gives its place back and starts over."""
+        unit.attempts[member] += 1
+        if unit.doomed:
+            self._retire(unit)
+        elif unit.attempts[member] >= self._config.rollout.attempts:
+            self.admission.release(unit.index)
+            self._doom(unit, "group", reason)
+        elif unit.running or unit.scored:
+            unit.pending = sorted([*unit.pending, member])
+        else:
+            self.admission.release(unit.index)
+            self._give_back(unit)
+
+    def _doom(self, unit: _Unit, fate: str, reason: str) -> None:
+        """The unit has lost its place: its scored rollouts are dropped for `fate`, its running ones aborted."""
+        unit.doomed, unit.reason = fate, reason
+        unit.pending.clear()
+        for member, (rollout, _) in unit.scored.items():
+            self.tally.dropped(fate, rollout.action_tokens, scored_before=True)
+            unit.attempts[member] += 1
+        unit.scored.clear()
+        if unit.running:
+            self._on_abort([running.lease.rollout_id for running in unit.running.values()])
+        self._retire(unit)
+
+    def _retire(self, unit: _Unit) -> None:
+        """Forget a doomed unit once its last member has come home: play its task again, or give it up."""
+        if unit.running:
+            return
+        if max(unit.attempts) < self._config.rollout.attempts:
+            self._give_back(unit)
+            return
+        del self._units[unit.index]
+        self.source.quarantine(unit.index, unit.reason)
+
+    def _give_back(self, unit: _Unit) -> None:
+        del self._units[unit.index]
+        self._tries[unit.index] = unit.attempts
+        self.source.give_back(unit.index)
+
+    def _check_staleness(self, rollout: Rollout, step: int) -> None:
+        """Last look at the bound, at the moment of training and independent of `Admission`."""
+        c = self._config
+        oldest = rollout.oldest_version
+        staleness = None if oldest is None else step - oldest
+        late = staleness is not None and c.on_stale != "train" and staleness > c.max_staleness
+        if staleness is None or staleness < 0 or late:
+            raise RunError(
+                f"rollout {rollout.rollout_id} has staleness {staleness} at step {step}, outside 0 … max_staleness = "
+                f"{c.max_staleness} (on_stale = '{c.on_stale}'); this is a bug of the admission or of the engine"
+            )

@@ -1,0 +1,98 @@
+"""Where the next task comes from: indices 0, 1, 2 … in order, with those that must be played again first.
+
+Guarantees: tasks = pending + leased + trained + quarantined at every moment, counted over indices handed out so far;
+after `load_state` exactly the indices that were leased or pending come again, none is skipped and none comes twice.
+Not covered: how often a task is tried (`buffer.py`), and what a task is (`environments/`).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+from soloist.types import Task
+
+
+class TaskSource:
+    """Hands out (index, task) and remembers which indices are under way.
+
+    Example: `source = TaskSource(environment.train_task); index, task = source.lease(); source.trained(index)`.
+    """
+
+    def __init__(self, train_task: Callable[[int], Task]) -> None:
+        self._train_task = train_task
+        self._next = 0
+        self._returned: list[int] = []  # heap: the oldest is played again first
+        self._leased: set[int] = set()
+        self._quarantined: dict[int, str] = {}
+        self._looked_at: tuple[int, Task] | None = None
+
+    def peek(self) -> tuple[int, Task]:
+        """What `lease` would hand out. Raises what `train_task` raises, and then nothing has changed."""
+        index = self._returned[0] if self._returned else self._next
+        if self._looked_at is None or self._looked_at[0] != index:
+            self._looked_at = (index, self._train_task(index))
+        return self._looked_at
+
+    def lease(self) -> tuple[int, Task]:
+        """Hand out the next index with its task; it counts as leased until told otherwise."""
+        index, task = self.peek()
+        if self._returned:
+            heapq.heappop(self._returned)
+        else:
+            self._next += 1
+        self._leased.add(index)
+        self._looked_at = None
+        return index, task
+
+    def give_back(self, index: int) -> None:
+        """The task must be played again; it comes before new ones. Raises ValueError unless it is leased."""
+        self._end(index)
+        heapq.heappush(self._returned, index)
+
+    def trained(self, index: int) -> None:
+        """The task is done. Raises ValueError unless it is leased."""
+        self._end(index)
+
+    def quarantine(self, index: int, reason: str) -> None:
+        """The task is given up; a new one takes its place. Raises ValueError unless it is leased."""
+        self._end(index)
+        self._quarantined[index] = reason
+
+    @property
+    def quarantined(self) -> dict[int, str]:
+        """Given-up indices with the last reason."""
+        return dict(self._quarantined)
+
+    def counts(self) -> dict[str, int]:
+        """Indices handed out so far, by what became of them; `tasks` is the sum of the others."""
+        pending, leased, quarantined = len(self._returned), len(self._leased), len(self._quarantined)
+        return {
+            "tasks": self._next,
+            "pending": pending,
+            "leased": leased,
+            "trained": self._next - pending - leased - quarantined,
+            "quarantined": quarantined,
+        }
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able: the next new index, the indices that are not trained yet, the quarantine."""
+        return {
+            "next": self._next,
+            "open": sorted(self._leased | set(self._returned)),
+            "quarantined": [[index, reason] for index, reason in sorted(self._quarantined.items())],
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from `state`: what was under way is handed out again, oldest first."""
+        self._next = state["next"]
+        self._returned = sorted(state["open"])
+        self._leased = set()
+        self._quarantined = dict(state["quarantined"])
+        self._looked_at = None
+
+    def _end(self, index: int) -> None:
+        if index not in self._leased:
+            raise ValueError(f"task {index} isn't leased; leased are {sorted(self._leased)}")
+        self._leased.remove(index)

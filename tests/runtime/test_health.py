@@ -1,0 +1,107 @@
+"""The gauge of the event loop and the worker thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from soloist.runtime.health import DelayHistogram, EventLoopDelay, WorkerThread
+
+
+@given(st.lists(st.floats(1e-5, 100.0), min_size=1, max_size=300), st.sampled_from([0.5, 0.9, 0.99, 1.0]))
+def test_a_percentile_is_right_within_one_bucket(delays: list[float], share: float) -> None:
+    histogram = DelayHistogram()
+    for delay in delays:
+        histogram.add(delay)
+    rank = max(1, -int(-share * len(delays) // 1))
+    exact = sorted(delays)[rank - 1]
+    found = histogram.percentile(share)
+    assert found is not None
+    assert exact * (1 - 1e-9) <= found <= exact * 2 ** (1 / 8) * (1 + 1e-9)
+
+
+def test_the_histogram_has_no_value_before_the_first_and_bounds_the_largest() -> None:
+    histogram = DelayHistogram()
+    assert histogram.percentile(0.99) is None
+    histogram.add(-0.001)
+    assert histogram.percentile(1.0) == 1e-5
+    histogram.add(1e9)
+    assert histogram.percentile(1.0) == pytest.approx(168, rel=0.01)
+
+
+def test_the_maximum_starts_anew_at_each_look_and_the_percentile_does_not() -> None:
+    delay = EventLoopDelay()
+    assert delay.p99_ms() is None
+    for seconds in (0.001, 0.5, 0.002):
+        delay.add(seconds)
+    assert delay.max_ms() == 500
+    assert delay.max_ms() == 0
+    assert delay.p99_ms() == pytest.approx(500, rel=0.1)
+
+
+async def test_the_delay_of_a_blocked_event_loop_is_seen() -> None:
+    class Clock:
+        seconds = 0.0
+
+        def monotonic(self) -> float:
+            return self.seconds
+
+        def now(self) -> float:
+            return self.seconds
+
+    clock = Clock()
+    delay = EventLoopDelay(clock)
+    delay.interval_s = 0.001
+    gauge = asyncio.create_task(delay.run())
+    await asyncio.sleep(0)
+    clock.seconds = 0.251
+    await asyncio.sleep(0.01)
+    gauge.cancel()
+    assert delay.max_ms() == pytest.approx(250)
+    assert gauge.cancelling() == 1
+
+
+async def test_a_worker_runs_calls_in_order_in_one_thread_of_its_own() -> None:
+    worker = WorkerThread("learner")
+    order: list[int] = []
+
+    def work(number: int, *, twice: bool = False) -> tuple[int, str]:
+        order.append(number)
+        return (2 * number if twice else number), threading.current_thread().name
+
+    results = await asyncio.gather(*(worker.call(work, n, twice=True) for n in range(10)))
+    assert [value for value, _ in results] == list(range(0, 20, 2))
+    assert order == list(range(10))
+    assert {name for _, name in results} == {"learner_0"}
+    await worker.close()
+    await worker.close()
+
+
+async def test_a_workers_error_reaches_the_caller_and_the_thread_lives_on() -> None:
+    worker = WorkerThread("ledger")
+
+    def fail() -> None:
+        raise KeyError("lost")
+
+    with pytest.raises(KeyError, match="lost"):
+        await worker.call(fail)
+    assert await worker.call(lambda: 5) == 5
+    await worker.close()
+
+
+async def test_the_event_loop_goes_on_while_the_worker_works() -> None:
+    worker = WorkerThread("learner")
+    release = threading.Event()
+    work = asyncio.create_task(worker.call(release.wait, 5.0))
+    turns = 0
+    while turns < 50:
+        await asyncio.sleep(0)
+        turns += 1
+    assert not work.done()
+    release.set()
+    assert await work is True
+    await worker.close()
