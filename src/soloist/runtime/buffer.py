@@ -72,6 +72,7 @@ class RolloutBuffer:
         """
         while True:
             self._raise_error()
+            # Asked anew: the engine may have loaded while this player waited.
             lease = self._places.try_lease(version())
             if lease is not None:
                 return lease
@@ -106,6 +107,7 @@ class RolloutBuffer:
         try:
             while not self._ready():
                 await self._change()
+                # A step that filled at the last moment is not a stall.
                 if not self._ready():
                     self._report_stall(began)
         finally:
@@ -120,11 +122,13 @@ class RolloutBuffer:
     def wake(self) -> None:
         """Wake all waiters because something changed. Call it after engines loaded a new version."""
         self._moved_at = self._clock.monotonic()
+        # A fresh event for the next round: whoever waits on the old one is woken exactly once.
         self._changed.set()
         self._changed = asyncio.Event()
 
     def fail(self, error: Exception) -> None:
         """End the run: everybody who waits or comes later gets `error`. The first error wins."""
+        # Later errors are mostly consequences; the first one says what broke.
         self._error = self._error or error
         self.wake()
 
@@ -172,6 +176,7 @@ class RolloutBuffer:
 
     async def _change(self) -> None:
         """Until the next signal, or until it is time to look at the clock."""
+        # Bound before the first await: a signal between a failed try and this wait can't be missed.
         changed = self._changed
         try:
             async with asyncio.timeout(self._poll_seconds):

@@ -33,6 +33,7 @@ class DelayHistogram:
     def add(self, seconds: float) -> None:
         """Count one delay; negative ones count as none."""
         ratio = max(seconds, _SMALLEST_S) / _SMALLEST_S
+        # Rounded up: a percentile may overstate a delay by one bucket, never understate it.
         self._counts[min(_BUCKETS, math.ceil(math.log2(ratio) * _BUCKETS_PER_OCTAVE))] += 1
         self.total += 1
 
@@ -102,4 +103,5 @@ class WorkerThread:
 
     async def close(self) -> None:
         """Let the calls under way end, then end the thread. Safe to call twice."""
+        # In another thread, because waiting for the calls under way would block the loop.
         await asyncio.to_thread(self._executor.shutdown, True)

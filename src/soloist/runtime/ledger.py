@@ -159,6 +159,7 @@ class Ledger:
         Raises ValueError, with nothing changed, for a step that is on record, or a rollout that is trained already,
         twice in the list, or not on record as scored.
         """
+        # Serialised here, so that a record that is no JSON fails before anything is written.
         keys = [(rollout.rollout_id, rollout.attempt) for rollout in rollouts]
         text = json.dumps({"rollout_ids": [rollout_id for rollout_id, _ in keys], "record": dict(record)})
         await self._thread.call(self._commit, step, keys, text)
@@ -197,6 +198,7 @@ class Ledger:
             db = self._connection = sqlite3.connect(self.path, isolation_level=None)
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = FULL")
+            # A file that an earlier crash left empty counts as fresh.
             fresh = not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
             self._transaction("open", lambda db: self._begin_life(db, fresh))
         except sqlite3.DatabaseError as error:
@@ -210,6 +212,7 @@ class Ledger:
         _check_schema(db, self.path)
         db.execute("UPDATE meta SET value = value + 1 WHERE key = 'life'")
         self._life = int(db.execute("SELECT value FROM meta WHERE key = 'life'").fetchone()[0])
+        # Whoever wrote those rows is gone: there is one writer at a time.
         db.execute("UPDATE rollouts SET fate = 'lost' WHERE state = 'running' AND fate IS NULL")
 
     def _disconnect(self) -> None:
@@ -221,6 +224,7 @@ class Ledger:
                 self._connection = None
 
     def _row(self, rollout: Rollout, fate: str | None, reason: str, with_payload: bool) -> tuple[Any, ...]:
+        # Level 1: on random tokens with log-probabilities, levels 6 and 9 took 3-5 times as long to save 0.3 % more.
         payload = zlib.compress(msgspec.msgpack.encode(rollout), 1) if with_payload else None
         state = "scored" if with_payload and fate is None else rollout.state
         return (
@@ -245,6 +249,7 @@ class Ledger:
 
     def _flush(self) -> None:
         """Write everything queued in one transaction; on failure it stays queued, so that no later call is fooled."""
+        # Everything that arrived meanwhile goes along; the calls behind this one then find nothing to do.
         rows = [self._queue.popleft() for _ in range(len(self._queue))]
         if not rows:
             return
@@ -319,6 +324,7 @@ def read_steps(path: Path) -> list[StoredStep]:
 def _open_read_only(path: Path) -> sqlite3.Connection:
     if not path.is_file():
         raise RunError(f"no ledger at {path}; name a run folder that has been trained")
+    # Read-only by URI, or a report would create or lock what it only wants to look at.
     db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
     try:
         _check_schema(db, path)
@@ -342,6 +348,7 @@ def _check_schema(db: sqlite3.Connection, path: Path) -> None:
 
 
 def _mark_trained(db: sqlite3.Connection, rollout_id: str, attempt: int, step: int) -> None:
+    # By id alone: another attempt of the same rollout must not be trained either.
     before = db.execute(
         "SELECT step FROM rollouts WHERE rollout_id = ? AND state = 'trained'", (rollout_id,)
     ).fetchone()

@@ -101,6 +101,7 @@ class Places:
 
     def try_lease(self, version: int) -> Lease | None:
         """A place for an engine of `version`, or None. Members of a group that has its place come first."""
+        # A group that has begun blocks its step until its last member ends, so it goes before new units.
         for unit in self._units.values():
             if unit.pending and self.admission.join(unit.index, version):
                 return self._issue(unit, version)
@@ -109,6 +110,7 @@ class Places:
         if step is None:
             return None
         self.source.lease()
+        # Reserved before it is taken from the source: a task without a place stays where it is.
         attempts = self._tries.pop(index, [0] * self._size)
         unit = _Unit(index=index, task=task, step=step, attempts=attempts, pending=list(range(self._size)))
         self._units[index] = unit
@@ -130,6 +132,7 @@ class Places:
                 f"{rollout.attempt} with status {rollout.status}; put the ended rollout of this very attempt"
             )
         unit, member = self._units[lease.unit], lease.place % self._size
+        # Judged before anything changes, so that an impossible stamp leaves the books balanced.
         failure = self._judge(unit, rollout)
         del unit.running[member]
         length = rollout.action_tokens
@@ -159,6 +162,7 @@ class Places:
         self.tally.trained(len(pairs))
         now = self._clock.monotonic()
         self.ages_s = [now - scored_at for _, scored_at in pairs]
+        # Only here can a bound pass, because only here does the step advance.
         for index in self.admission.overdue():
             self.admission.drop(index)
             self._doom(self._units[index], "stale", "stale")
@@ -219,6 +223,7 @@ class Places:
 
     def state(self) -> dict[str, Any]:
         """JSON-able: step, task source and tries. Rollouts are not in it; what wasn't trained is played again."""
+        # Units under way keep their tries, or a poison task would start from zero at each resume.
         tries = {**self._tries, **{unit.index: unit.attempts for unit in self._units.values()}}
         return {
             "step": self.admission.step,
@@ -283,6 +288,7 @@ class Places:
                 f"rollout {rollout.rollout_id} from engine '{rollout.engine}' has oldest version {oldest} at step "
                 f"{self.admission.step}; every action token needs the version of weights that were published"
             )
+        # Under `wait` the place was promised for the version at the lease; an engine that fell back breaks that.
         if self.admission.mode == "wait" and not self.admission.join(unit.index, oldest):
             return Failure(boundary="engine", reason=f"sampled by version {oldest}, older than when it was leased")
         return None
@@ -300,8 +306,10 @@ class Places:
         if unit.doomed:
             self._retire(unit)
         elif unit.attempts[member] >= self._config.rollout.attempts:
+            # The step must not wait for the doomed group while its other members come home.
             self.admission.release(unit.index)
             self._doom(unit, "group", reason)
+        # Siblings still need the place; giving it back would throw their work away.
         elif unit.running or unit.scored:
             unit.pending = sorted([*unit.pending, member])
         else:
@@ -322,6 +330,7 @@ class Places:
 
     def _retire(self, unit: _Unit) -> None:
         """Forget a doomed unit once its last member has come home: play its task again, or give it up."""
+        # Leased again any earlier, two attempts of one rollout would run under one id.
         if unit.running:
             return
         if max(unit.attempts) < self._config.rollout.attempts:

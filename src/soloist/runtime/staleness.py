@@ -76,6 +76,7 @@ class Admission:
         if unit in self._bounds or any(unit in units for units in self._occupied.values()):
             raise ValueError(f"unit {unit} is already running or scored; release it before reserving again")
         self._refuse_future(unit, version)
+        # Feasibility grows with the version and nothing has changed since, so the answer is the same.
         if version <= self._refused:
             return None
         bound = version + self.max_staleness
@@ -97,6 +98,7 @@ class Admission:
         bound = min(self._bounds[unit], version + self.max_staleness)
         held = self._reserved[unit]
         if self.mode != "train" and held is not None and held > bound:
+            # Look for a nearer place as if the unit held none: its own place may be what another one moves to.
             self._reserved[unit] = None
             nearer = self._latest_place(bound)
             if nearer is None:
@@ -116,6 +118,7 @@ class Admission:
         of the future, and under `wait` for a version so old that no place obeys the bound (check with `join`).
         """
         self._refuse_future(unit, oldest_version)
+        # Freed first, so that its own place counts as room for the reservations that must move.
         held = self._reserved.pop(unit)
         step = self._earliest_place(oldest_version + self.max_staleness)
         if step is None and self.mode == "wait":
@@ -229,6 +232,7 @@ class Admission:
         """Latest step ≤ bound with a free place, or one where a reservation can move away."""
         steps = range(bound, self.step - 1, -1)
         found = next((b for b in steps if self._free(b) > 0), None)
+        # Moving others is tried only when nothing is free: it costs a search over the steps.
         blocked: set[int] = set()
         return found if found is not None else next((b for b in steps if self._make_room(b, blocked)), None)
 
@@ -239,6 +243,7 @@ class Admission:
             while self._free(step) <= 0:
                 step += 1
             return step
+        # Steps found blocked stay blocked for later candidates, which keeps the search linear in η.
         blocked: set[int] = set()
         for step in range(self.step, bound + 1):
             if self._make_room(step, blocked) or (self.mode == "drop" and self._displace(step)):
@@ -266,6 +271,7 @@ class Admission:
             return False
         blocked.add(step)
         mover = max(holders, key=self._bounds.__getitem__)
+        # The latest step first: it leaves the near ones to units that have no slack.
         for later in range(self._bounds[mover], step, -1):
             if self._make_room(later, blocked):
                 self._reserved[mover] = later

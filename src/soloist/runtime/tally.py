@@ -55,6 +55,7 @@ class Tally:
         self.ended["dropped"] += 1
         self.reasons[f"dropped:{reason}"] += 1
         self._dropped_lengths.append(length)
+        # A scored attempt that is dropped later has already been counted as ended.
         if not scored_before:
             self._recent.append(None)
             self._lengths.append(length)

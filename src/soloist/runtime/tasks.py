@@ -87,6 +87,7 @@ class TaskSource:
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from `state`: what was under way is handed out again, oldest first."""
         self._next = state["next"]
+        # A sorted list is a heap.
         self._returned = sorted(state["open"])
         self._leased = set()
         self._quarantined = dict(state["quarantined"])
