@@ -35,4 +35,4 @@ clean:
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import platform, sys; sys.exit(None if sys.version_info >= (3, 11) else "Soloist needs Python 3.11 or newer, but $(PYTHON) is " + platform.python_version() + "; name another: make PYTHON=python3.12 $(MAKECMDGOALS)")'
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv .venv || (rm -rf .venv; exit 1)

@@ -13,6 +13,7 @@ import pytest
 from soloist.cli import main, split_overrides
 from soloist.config import describe_fields
 from soloist.errors import RunError, UserError
+from soloist.metrics import read_metrics
 
 COMMANDS = ("sft", "pretrain-value", "train", "eval", "run", "config", "check")
 
@@ -193,11 +194,11 @@ def test_a_missing_model_folder_is_named(command: str, recipe: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("content", "parts"),
     [
-        ("", ["tasks.jsonl"]),
-        ("\n\n", ["tasks.jsonl"]),
-        ('{"problem": "1+1", "answer": 2}\n[1, 2]\n', ["tasks.jsonl", "2", "object"]),
-        ('{"problem": "1+1", "answer": 2}\n{"problem": \n', ["tasks.jsonl", "2", "JSON"]),
-        ('{"answer": 2}\n', ["tasks.jsonl", "problem"]),
+        ("", ["tasks.jsonl", "no task found", "one object a line"]),
+        ("\n\n", ["tasks.jsonl", "no task found"]),
+        ('{"problem": "1+1", "answer": 2}\n[1, 2]\n', ["tasks.jsonl, line 2", "found list", "expected an object"]),
+        ('{"problem": "1+1", "answer": 2}\n{"problem": \n', ["tasks.jsonl, line 2", "not JSON", "write one object"]),
+        ('{"answer": 2}\n', ["tasks.jsonl, line 1", "'problem' is missing", "expected a text"]),
     ],
 )
 def test_a_bad_task_file_is_refused_before_work_starts(
@@ -208,13 +209,49 @@ def test_a_bad_task_file_is_refused_before_work_starts(
     tasks.write_text(content, encoding="utf-8")
     said = refused(capsys, "sft", str(recipe), "--environment.tasks", str(tasks))
     assert [part for part in parts if part not in said] == []
-    assert "expected" in said
+    assert not list((recipe.parent / "runs").rglob("*.safetensors"))
 
 
 def test_train_without_sft_says_which_command_comes_first(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, "train", str(recipe))
     assert "soloist sft" in said
     assert str(recipe.parent / "runs") in said
+
+
+SWITCHES = {
+    "off": ["--shuffle_rewards=false", "--advantage.whiten=false", "--advantage.bootstrap_truncated=false"],
+    "on": ["--shuffle_rewards=true", "--advantage.whiten=true", "--advantage.bootstrap_truncated=true",
+           "--deterministic=true", "--max_staleness=0"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("state", SWITCHES)
+def test_a_run_of_two_steps_ends_well_with_every_switch(
+    state: str, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """RB-150: every option runs in both states. A second `run` skips what is done, a second `train` is refused."""
+    assert main(["run", str(recipe), *SWITCHES[state]]) == 0, capsys.readouterr().err
+    said = capsys.readouterr().out
+    folder = recipe.parent / "runs" / "tiny"
+    assert [record["step"] for record in read_metrics(folder / "metrics.jsonl", stage="train")] == [0, 1]
+    assert (folder / "reward.png").is_file()
+    assert "sample: calculator/" in said
+    assert main(["run", str(recipe), *SWITCHES[state]]) == 0
+    assert "train is done already, skipped" in capsys.readouterr().out
+    assert "--resume" in refused(capsys, "train", str(recipe), *SWITCHES[state])
+
+
+def test_an_interrupted_stage_says_how_to_go_on(recipe: Path) -> None:
+    command = [sys.executable, "-m", "soloist", "sft", str(recipe), "--sft.steps=5000"]
+    with subprocess.Popen(command, **PIPES) as process:
+        lines = iter(process.stdout.readline, "")
+        assert any("/5000" in line for line in lines)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.splitlines()[-1].startswith("soloist: stopped; go on with: soloist sft ")
+    assert err.endswith("--sft.steps=5000 --resume\n")
+    assert "Traceback" not in err
 
 
 ENDINGS = {
