@@ -133,10 +133,10 @@ class Segment(Record, frozen=True, kw_only=True):
                 f"segment lists differ in length: {n} token_ids, {len(self.action_mask)} action_mask, "
                 f"{len(self.rollout_log_probs)} rollout_log_probs"
             )
-        versions = self.versions()
-        if len(versions) != n:
+        # Checked before `versions` is built, as slices with such ends would move the labels of other tokens.
+        if any(not 0 <= span.start <= span.end <= n for span in self.version_spans):
             raise ValueError(f"version spans reach beyond the {n} tokens: {self.version_spans}")
-        rows = zip(self.token_ids, self.action_mask, self.rollout_log_probs, versions, strict=True)
+        rows = zip(self.token_ids, self.action_mask, self.rollout_log_probs, self.versions(), strict=True)
         for position, (token, is_action, log_prob, version) in enumerate(rows):
             if token < 0 or (vocab_size is not None and token >= vocab_size):
                 raise ValueError(f"token {position} is {token}, outside the vocabulary of {vocab_size}")

@@ -8,9 +8,10 @@ a reward; the episode is closed and the engine forgets its prefix in every case.
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Awaitable, Callable
-from typing import Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -25,6 +26,9 @@ from soloist.types import Boundary, Completion, Failure, GenerateRequest, Messag
 T = TypeVar("T")
 # Setting up, acting and scoring are machinery: each has a deadline of its own, above any tool's own limit.
 MACHINERY_SECONDS = 60.0
+# Its square still fits into fp32, in which the value loss is computed.
+LARGEST_REWARD = 1e15
+REASON_CHARS = 1000
 
 
 class Generator(Protocol):
@@ -69,14 +73,16 @@ class EpisodePlayer:
         messages: list[Message] = []
         episode: Episode | None = None
         try:
-            episode = self._environment.episode(task)
+            with _named("environment"):
+                episode = self._environment.episode(task)
             ending = await self._turns(rollout, episode, recorder, messages, slot)
             if ending == "aborted":
                 return self._finish(rollout, recorder, messages, status="aborted", state="finished")
-            score, info = await _bounded(episode.score(), "scorer")
-            score = _checked_reward(score, "score")
+            with _named("engine"):
+                recorder.check()
+            score, info = await _score(episode)
         except RolloutError as error:
-            failure = Failure(boundary=_boundary(error.boundary), reason=error.reason)
+            failure = Failure(boundary=_boundary(error.boundary), reason=_storable_text(error.reason))
             return self._finish(rollout, recorder, messages, status="failed", failure=failure, state="finished")
         finally:
             await self._close(rollout, episode)
@@ -98,30 +104,38 @@ class EpisodePlayer:
     ) -> str:
         """Alternate action and observation until the episode ends; says how: terminated, truncated or aborted."""
         deadline = self._clock.monotonic() + self._budget.max_seconds
-        messages += await _bounded(episode.reset(), "environment")
-        prompt = self._rendering.prompt(messages, episode.tools)
+        first = await _bounded(episode.reset, "environment")
+        with _named("environment"):
+            _keep(messages, first)
+        with _named("renderer"):
+            prompt = self._rendering.prompt(messages, episode.tools)
         for _ in range(self._budget.max_turns):
             room = self._max_tokens - len(prompt)
             seconds = deadline - self._clock.monotonic()
             if room <= 0 or seconds <= 0:
                 return "truncated"
-            recorder.prompt(prompt)
+            with _named("renderer"):
+                recorder.prompt(prompt)
             completion, out_of_time = await self._sample(rollout, prompt, room, seconds, slot)
-            recorder.action(completion, self._clock.now())
+            with _named("engine"):
+                recorder.action(completion, self._clock.now())
             if completion.finish_reason == "abort":
                 return "truncated" if out_of_time else "aborted"
-            action = self._rendering.parse(prompt, completion.token_ids)
-            messages.append(self._rendering.assistant_message(action))
+            with _named("renderer"):
+                action = self._rendering.parse(prompt, completion.token_ids, episode.tools)
+                _keep(messages, [self._rendering.assistant_message(action)])
             if completion.finish_reason == "length":
                 # A cut action was not finished, so it is not executed: its text may mean something else.
                 return "truncated"
-            result = await _bounded(episode.step(action), "environment")
-            recorder.observed(_checked_reward(result.reward, "step"), self._clock.now())
-            if result.terminated or result.truncated:
-                return "terminated" if result.terminated else "truncated"
-            messages += result.messages
-            extended = self._rendering.extend(prompt, completion.token_ids, result.messages, episode.tools)
-            prompt = extended or self._rendering.prompt(messages, episode.tools)
+            result = await _bounded(partial(episode.step, action), "environment")
+            with _named("environment"):
+                recorder.observed(_checked_reward(result.reward, "step"), self._clock.now())
+                if result.terminated or result.truncated:
+                    return "terminated" if result.terminated else "truncated"
+                _keep(messages, result.messages)
+            with _named("renderer"):
+                extended = self._rendering.extend(prompt, completion.token_ids, result.messages, episode.tools)
+                prompt = extended or self._rendering.prompt(messages, episode.tools)
         return "truncated"
 
     async def _sample(
@@ -146,18 +160,22 @@ class EpisodePlayer:
 
         timer = asyncio.create_task(stop_when_late(), name=f"budget of {rollout.rollout_id}")
         try:
-            return await self._engine.generate(request), out_of_time.is_set()
+            # The engine has deadlines of its own; this one is for an engine that doesn't keep them.
+            generate = partial(self._engine.generate, request)
+            completion = await _bounded(generate, "engine", seconds + MACHINERY_SECONDS)
+            return completion, out_of_time.is_set()
         finally:
             timer.cancel()
 
     async def _close(self, rollout: Rollout, episode: Episode | None) -> None:
         # Cleaning up must not turn a good rollout into a lost one; what it could leave behind dies with its process.
         try:
-            await self._engine.release(rollout.rollout_id)
+            with suppress(RolloutError):
+                await _bounded(partial(self._engine.release, rollout.rollout_id), "engine")
+        finally:
             if episode is not None:
-                await _bounded(episode.close(), "environment")
-        except RolloutError:
-            pass
+                with suppress(RolloutError):
+                    await _bounded(episode.close, "environment")
 
     def _finish(self, rollout: Rollout, recorder: TurnRecorder, messages: list[Message], **changes: object) -> Rollout:
         finished = msgspec.structs.replace(
@@ -175,7 +193,15 @@ class EpisodePlayer:
 
 
 def new_rollout(
-    *, rollout_id: str, group_id: str, place: int, attempt: int, task: Task, sampling: Sampling, now: float
+    *,
+    rollout_id: str,
+    group_id: str,
+    place: int,
+    attempt: int,
+    task: Task,
+    sampling: Sampling,
+    now: float,
+    engine: str = "",
 ) -> Rollout:
     """An empty record in state `running`; a second attempt starts from one, too."""
     return Rollout(
@@ -187,26 +213,67 @@ def new_rollout(
         environment=task.environment,
         family=task.family,
         sampling=sampling,
+        engine=engine,
         started_at=now,
     )
 
 
-async def _bounded(work: Awaitable[T], boundary: str) -> T:
-    """Wait for an environment's answer, but not for ever; anything that it raises is named by its boundary."""
+@contextmanager
+def _named(boundary: str) -> Iterator[None]:
+    """Whatever is raised inside becomes a RolloutError of this boundary, unless it names one already."""
     try:
-        return await asyncio.wait_for(work, MACHINERY_SECONDS)
+        yield
     except RolloutError:
         raise
-    except TimeoutError as error:
-        raise RolloutError(boundary, f"no answer within {MACHINERY_SECONDS:g} s") from error
     except Exception as error:
         raise RolloutError(boundary, f"{type(error).__name__}: {error}") from error
 
 
+async def _bounded(call: Callable[[], Awaitable[T]], boundary: str, seconds: float | None = None) -> T:
+    """Wait for an answer, but not for ever; anything that is raised is named by its boundary."""
+    limit = MACHINERY_SECONDS if seconds is None else seconds
+    timer = asyncio.timeout(limit)
+    try:
+        with _named(boundary):
+            async with timer:
+                return await call()
+    except RolloutError as error:
+        if timer.expired():
+            raise RolloutError(boundary, f"no answer within {limit:g} s") from error
+        raise
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # Nobody cancelled us: what was called lost a task of its own. Let through, it would end the player silently.
+        raise RolloutError(boundary, "CancelledError: it was cancelled from inside") from error
+
+
+async def _score(episode: Episode) -> tuple[float, dict[str, Any]]:
+    """Score and notes of an episode, checked: what is no number is a failure and never 0."""
+    answer = await _bounded(episode.score, "scorer")
+    with _named("scorer"):
+        score, info = answer
+        # What can't be written into the ledger must be found here, where it costs one rollout and not the run.
+        msgspec.msgpack.encode(info)
+        return _checked_reward(score, "score"), dict(info)
+
+
+def _keep(messages: list[Message], new: Sequence[Message]) -> None:
+    """Append messages that the ledger can store; raises what msgspec raises for others (lone surrogates, objects)."""
+    msgspec.msgpack.encode(new)
+    messages.extend(new)
+
+
+def _storable_text(text: str) -> str:
+    """Text of a reason: without lone surrogates, and not longer than a person reads."""
+    return text.encode("utf-8", "replace").decode()[:REASON_CHARS]
+
+
 def _checked_reward(value: object, where: str) -> float:
-    if isinstance(value, bool | int | float) and math.isfinite(value):
+    if isinstance(value, bool | int | float) and abs(value) <= LARGEST_REWARD:
         return float(value)
-    raise RolloutError("scorer", f"{where} returned {value!r}; a reward is a finite number")
+    raise RolloutError("scorer", f"{where} returned {value!r}; a reward is a number within ±{LARGEST_REWARD:g}")
 
 
 _BOUNDARIES: dict[str, Boundary] = {

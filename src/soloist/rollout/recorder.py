@@ -48,11 +48,13 @@ class TurnRecorder:
     def action(self, completion: Completion, now: float) -> None:
         """Append what the engine sampled. Raises ValueError unless ids, log-probabilities and spans fit together."""
         count = len(completion.token_ids)
-        covered = sum(span.end - span.start for span in completion.version_spans)
-        if len(completion.log_probs) != count or covered != count:
+        spans = completion.version_spans
+        edges = [0, *(span.end for span in spans)]
+        gapless = edges[:-1] == [span.start for span in spans] and edges == sorted(edges)
+        if len(completion.log_probs) != count or not gapless or edges[-1] != count:
             raise ValueError(
-                f"the engine returned {count} ids, {len(completion.log_probs)} log-probabilities and version spans over "
-                f"{covered} tokens; all three must agree"
+                f"the engine returned {count} ids, {len(completion.log_probs)} log-probabilities and version spans "
+                f"{[(span.start, span.end) for span in spans]}; all three must cover the same tokens, without gaps"
             )
         segment = self.segments[-1]
         start = len(segment.token_ids)
@@ -69,6 +71,11 @@ class TurnRecorder:
             sampled_at=now,
         )
         self.turns.append(turn)
+
+    def check(self) -> None:
+        """Raise ValueError unless every recorded token can be trained (`Segment.check`)."""
+        for segment in self.segments:
+            segment.check()
 
     def observed(self, reward: float, now: float) -> None:
         """Give the last turn its reward and the time of its observation."""

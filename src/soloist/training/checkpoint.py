@@ -1,8 +1,8 @@
 """Checkpoints: named parts of (tensors, JSON) that become visible together or not at all.
 
-A checkpoint is staged in a hidden folder, every file is synced, the manifest with the files' hashes is written last, and
-one rename makes it visible as `step_N`. The newest valid one is found; a damaged one is named and skipped; the previous
-one is removed only after the new one is visible. Safetensors and JSON only, no pickle.
+A checkpoint is staged in a hidden folder, every file is synced, the manifest with the files' hashes is written last,
+and one rename makes it visible as `step_N`. The newest valid one is found; a damaged one is named and skipped; the
+previous one is removed only after the new one is visible. Safetensors and JSON only, no pickle.
 Not covered: what the parts mean.
 """
 
@@ -37,11 +37,16 @@ class Checkpoints:
         self._storage = storage or Storage()
 
     def save(self, step: int, parts: Mapping[str, Part]) -> Path:
-        """Write a checkpoint and remove those before the last `keep`. Raises OSError; then nothing new is visible."""
+        """Write a checkpoint and remove those before the last `keep`.
+
+        Raises OSError; then nothing new is visible, or, when only the last fsync failed, all of it.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._undo_half_replacements()
+        for leftover in self._folder.glob(".staged_*"):
+            shutil.rmtree(leftover, ignore_errors=True)
         target = self._folder / f"step_{step}"
         staged = self._folder / f".staged_{step}"
-        shutil.rmtree(staged, ignore_errors=True)
         staged.mkdir()
         for name, (tensors, data) in parts.items():
             self._storage.write(staged / f"{name}.safetensors", save({k: v.contiguous() for k, v in tensors.items()}))
@@ -61,6 +66,15 @@ class Checkpoints:
             shutil.rmtree(self._folder / f"step_{old}", ignore_errors=True)
         return target
 
+    def _undo_half_replacements(self) -> None:
+        """Bring back a checkpoint that a crash caught between the two renames of its replacement."""
+        for replaced in self._folder.glob(".replaced_*"):
+            target = self._folder / replaced.name.replace(".replaced_", "step_")
+            if target.exists():
+                shutil.rmtree(replaced, ignore_errors=True)
+            else:
+                self._storage.rename(replaced, target)
+
     def steps(self) -> list[int]:
         """Steps of all visible checkpoints, ascending, damaged ones included."""
         if not self._folder.is_dir():
@@ -70,10 +84,11 @@ class Checkpoints:
 
     def load_newest(self, complain: Callable[[str], None]) -> tuple[int, dict[str, Part]] | None:
         """Newest valid checkpoint as (step, parts), or None. Damaged ones are named through `complain`."""
+        self._undo_half_replacements()
         for step in reversed(self.steps()):
             try:
                 return step, self.load(step)
-            except (OSError, ValueError, KeyError, SafetensorError) as error:
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
                 complain(f"checkpoint {self._folder / f'step_{step}'} is damaged and skipped: {error}")
         return None
 
@@ -83,6 +98,8 @@ class Checkpoints:
         manifest = json.loads((folder / "manifest.json").read_text())
         if manifest["format"] != FORMAT:
             raise ValueError(f"format {manifest['format']}, but this version reads format {FORMAT}")
+        if manifest["step"] != step:
+            raise ValueError(f"manifest.json is of step {manifest['step']}, the folder is of step {step}")
         for name, expected in manifest["files"].items():
             found = sha256_of(folder / name)
             if found != expected:

@@ -9,6 +9,7 @@ share a micro-batch never changes the sums that the learner makes of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -76,23 +77,20 @@ class MicroBatch:
 def pack(rollouts: Sequence[Rollout], device: str = "cpu", scores: Sequence[float] | None = None) -> StepBatch:
     """Pack scored rollouts. `scores` replaces their final rewards (the control experiment with shuffled rewards).
 
-    Raises ValueError when a rollout is not trainable or its per-token data do not fit together.
+    Raises ValueError, naming the rollout, when one is not trainable or its per-token data do not fit together.
     """
     if not rollouts:
         raise ValueError("a step of 0 rollouts was to be packed; the buffer must hand over at least one")
+    if scores is not None and len(scores) != len(rollouts):
+        raise ValueError(f"{len(scores)} scores were given for {len(rollouts)} rollouts; each needs one")
     sequences: list[Tensor] = []
     columns: dict[str, list[float]] = {name: [] for name in ("segment", "position", "rollout", "log_prob", "version")}
     rewards: list[float] = []
     last_segments: list[int] = []
     for index, rollout in enumerate(rollouts):
-        if not rollout.trainable:
-            raise ValueError(
-                f"rollout {rollout.rollout_id} is {rollout.status} with score {rollout.score} and "
-                f"{rollout.action_tokens} action tokens; only scored rollouts with action tokens are trained"
-            )
+        _refuse_untrainable(rollout)
         first = len(sequences)
         for segment in rollout.segments:
-            segment.check()
             versions = segment.versions()
             for position, is_action in enumerate(segment.action_mask):
                 if is_action:
@@ -124,6 +122,19 @@ def pack(rollouts: Sequence[Rollout], device: str = "cpu", scores: Sequence[floa
     )
 
 
+def _refuse_untrainable(rollout: Rollout) -> None:
+    if not rollout.trainable or not math.isfinite(rollout.reward or 0.0):
+        raise ValueError(
+            f"rollout {rollout.rollout_id} is {rollout.status} with reward {rollout.reward} and "
+            f"{rollout.action_tokens} action tokens; only scored rollouts with action tokens are trained"
+        )
+    for number, segment in enumerate(rollout.segments):
+        try:
+            segment.check()
+        except ValueError as error:
+            raise ValueError(f"rollout {rollout.rollout_id}, segment {number}: {error}") from error
+
+
 def _rewards_of(rollout: Rollout, score: float) -> list[float]:
     """Reward of each action token of one rollout, in time order. No reward is lost, whatever it was given for."""
     places = (
@@ -144,7 +155,7 @@ def _rewards_of(rollout: Rollout, score: float) -> list[float]:
 
 
 def micro_batches(batch: StepBatch, token_budget: int, rollouts: Sequence[int] | None = None) -> list[MicroBatch]:
-    """Split the segments of some rollouts (all when None) into right-padded batches of at most `token_budget` tokens."""
+    """Split the segments of some rollouts (all when None) into right-padded batches of up to `token_budget` tokens."""
     chosen = set(range(batch.rollouts) if rollouts is None else rollouts)
     segment_of = batch.segment_T.tolist()
     rollout_of = batch.rollout_T.tolist()
@@ -189,6 +200,10 @@ def minibatches(batch: StepBatch, parts: int) -> list[list[int]]:
 
 
 def per_rollout(numbers_T: Tensor, batch: StepBatch) -> Tensor:
-    """Mean over each rollout's trainable tokens, [R]: long rollouts count as much as short ones."""
-    sums_R = torch.zeros(batch.rollouts, device=numbers_T.device).index_add_(0, batch.rollout_T, numbers_T)
+    """Mean over each rollout's trainable tokens, [R] in fp64: long rollouts count as much as short ones.
+
+    In fp64 the mean of equal fp32 numbers is that number, so returns that don't vary have variance 0 exactly.
+    """
+    sums_R = torch.zeros(batch.rollouts, dtype=torch.float64, device=numbers_T.device)
+    sums_R.index_add_(0, batch.rollout_T, numbers_T.double())
     return sums_R / batch.lengths_R

@@ -1,5 +1,4 @@
-"""Value pretraining (methods §1.3): fit the value model to the returns of the fixed SFT policy, and prove it on held-out
-rollouts.
+"""Value pretraining (methods §1.3): fit the value model to the SFT policy's returns, and prove it on held-out ones.
 
 The rollouts are made once and stored; fitting is resumable by epochs. Everything trains, nothing is frozen (Open: the
 paper freezes attention "during RL"). The stage stops on a plateau of held-out skill, keeps the best epoch's weights and
@@ -9,6 +8,7 @@ Not covered: playing the rollouts (`evaluation.play_tasks`).
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,7 +56,7 @@ def stored_rollouts(path: Path) -> list[Rollout] | None:
 class ValuePretraining:
     """Fits a value model to stored rollouts.
 
-    Example: `ValuePretraining(value, config, rollouts).run(checkpoints, log, observer, clock)` returns the best figures.
+    Example: `ValuePretraining(value, config, rollouts).run(checkpoints, log, observer, clock)` gives the best figures.
     """
 
     def __init__(self, value: ValueModel, config: RunConfig, rollouts: Sequence[Rollout]) -> None:
@@ -172,17 +172,17 @@ class ValuePretraining:
                 f"the {self._held_out.rollouts} held-out rollouts all have one return, so the critic can't be judged; "
                 "the SFT policy always fails or always succeeds: change sft or the environment's difficulty"
             )
-        if figures["skill"] <= gate:
+        if not figures["skill"] > gate:
             raise RunError(
-                f"the critic's held-out skill is {figures['skill']:.3f}, not above value_pretraining.gate = {gate:g}: it "
-                "predicts returns no better than a constant; raise value_pretraining.rollouts or epochs, or change lr"
+                f"the critic's held-out skill is {figures['skill']:.3f}, not above value_pretraining.gate = {gate:g}: "
+                "it predicts returns no better than a constant; raise value_pretraining.rollouts or epochs, or mend lr"
             )
         return {"epochs": len(history), "best_epoch": best + 1, "held_out": self._held_out.rollouts} | figures
 
 
 def _score(figures: dict[str, float | None]) -> float:
     value = figures["skill"]
-    return float("-inf") if value is None else value
+    return value if value is not None and math.isfinite(value) else float("-inf")
 
 
 def _plateau(history: Sequence[dict[str, float | None]], patience: int) -> bool:

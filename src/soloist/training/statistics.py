@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import pstdev
 
 from soloist.metrics import mean, percentile
 from soloist.types import Rollout
@@ -11,7 +12,7 @@ Metrics = dict[str, float | None]
 
 
 def staleness_of(rollout: Rollout, version: int) -> int:
-    """Version being trained minus the version of the oldest action token. Raises ValueError when negative or unknown."""
+    """Version being trained minus the version of the oldest action token. Raises ValueError if negative or unknown."""
     oldest = rollout.oldest_version
     if oldest is None or oldest > version:
         raise ValueError(
@@ -22,14 +23,14 @@ def staleness_of(rollout: Rollout, version: int) -> int:
 
 
 def rollout_metrics(rollouts: Sequence[Rollout], version: int, now: float) -> Metrics:
-    """Metrics of the rollouts that are trained at `version`."""
-    rewards = [rollout.reward or 0.0 for rollout in rollouts]
-    average = sum(rewards) / len(rewards)
+    """Metrics of the rollouts that are trained at `version`. A rollout without a score is no reward of 0."""
+    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     staleness = [float(staleness_of(rollout, version)) for rollout in rollouts]
     versions = [len({span.version for span in rollout.spans()}) for rollout in rollouts]
     return {
-        "reward/mean": average,
-        "reward/std": (sum((reward - average) ** 2 for reward in rewards) / len(rewards)) ** 0.5,
+        "reward/mean": mean(rewards),
+        # Exact arithmetic: equal rewards such as 0.1 give 0 and nothing near it, which `warnings_of` relies on.
+        "reward/std": pstdev(rewards) if rewards else None,
         "rollout/length": mean(float(rollout.action_tokens) for rollout in rollouts),
         "rollout/truncated_ratio": mean(float(rollout.truncated) for rollout in rollouts),
         "rollout/turns": mean(float(len(rollout.turns)) for rollout in rollouts),
@@ -54,8 +55,8 @@ def warnings_of(rollouts: Sequence[Rollout], metrics: Metrics) -> list[str]:
         )
     if metrics.get("reward/std") == 0.0:
         found.append(
-            f"all {len(rollouts)} rewards are {metrics['reward/mean']:g}, so they carry no signal; check the environment "
-            "and the budgets"
+            f"all {len(rollouts)} rewards are {metrics['reward/mean']:g}, so they carry no signal; check the "
+            "environment and the budgets"
         )
     if metrics.get("advantage/zero_frac") == 1.0:
         found.append("all advantages are 0, so nothing is learned; check rewards and the value model")

@@ -1,7 +1,8 @@
 """Where the time of a step goes: durations for the metrics, and a timeline of what ran when.
 
-The timeline is one JSON object a line: `{"who": "learner", "what": "update_value", "start": 12.1, "end": 12.4}`, seconds
-of the same clock as the rollouts' time stamps, so generation and training can be laid side by side.
+The timeline is one JSON object a line: `{"who": "learner", "what": "update_value", "start": 12.1, "end": 12.4}`,
+seconds of the same clock as the rollouts' time stamps, so generation and training can be laid side by side. Durations
+come from the clock that never goes back.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ class Stopwatch:
         self._timeline = timeline
         self._seconds: dict[str, float] = {}
         self._events: list[dict[str, float | str]] = []
-        self._lap = clock.now()
+        self._lap = clock.monotonic()
 
     async def timed(self, name: str, work: Awaitable[T]) -> T:
         """Await `work` and add its duration to `name`."""
-        start = self._clock.now()
+        start, began = self._clock.now(), self._clock.monotonic()
         try:
             return await work
         finally:
-            end = self._clock.now()
-            self._seconds[name] = self._seconds.get(name, 0.0) + end - start
-            self._events.append({"who": "learner", "what": name, "start": start, "end": end})
+            duration = self._clock.monotonic() - began
+            self._seconds[name] = self._seconds.get(name, 0.0) + duration
+            self._events.append({"who": "learner", "what": name, "start": start, "end": start + duration})
 
     def read(self) -> tuple[float, dict[str, float]]:
         """Seconds since the last reading and durations by name; begins anew."""
-        now = self._clock.now()
+        now = self._clock.monotonic()
         lap, self._lap = now - self._lap, now
         seconds, self._seconds = self._seconds, {}
         self._write_timeline()

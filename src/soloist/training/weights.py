@@ -5,6 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+# Config, tokenizer (vocabularies and merges may be text or SentencePiece) and chat template.
+COPIED = (".json", ".jinja", ".txt", ".model")
+
 
 class PublishedWeights:
     """`weights/step_N`: config and tokenizer are copied from the base model, the learner writes the weights.
@@ -21,20 +24,24 @@ class PublishedWeights:
         """Folder of a version, with everything but the weights in it."""
         target = self._folder / f"step_{version}"
         target.mkdir(parents=True, exist_ok=True)
-        for path in self._base_model.glob("*.json"):
+        for path in sorted(self._base_model.iterdir()):
             # An index would name shards that are not here: the learner writes one file.
-            if not path.name.endswith(".index.json"):
+            if path.suffix in COPIED and not path.name.endswith(".index.json"):
                 shutil.copyfile(path, target / path.name)
         return target
 
     def forget_old(self, newest: int) -> None:
         """Remove all but the last few versions. Engines have read what they serve."""
-        for path in self._folder.glob("step_*"):
-            version = path.name.removeprefix("step_")
-            if version.isdigit() and int(version) <= newest - self._keep:
+        for version, path in self._versions().items():
+            if version <= newest - self._keep:
                 shutil.rmtree(path, ignore_errors=True)
 
     def newest(self) -> Path | None:
         """Folder of the newest complete version, or None."""
-        complete = [path for path in self._folder.glob("step_*") if (path / "model.safetensors").is_file()]
-        return max(complete, key=lambda path: int(path.name.removeprefix("step_")), default=None)
+        versions = self._versions()
+        complete = [version for version, path in versions.items() if (path / "model.safetensors").is_file()]
+        return versions[max(complete)] if complete else None
+
+    def _versions(self) -> dict[int, Path]:
+        names = {path.name.removeprefix("step_"): path for path in self._folder.glob("step_*")}
+        return {int(name): path for name, path in names.items() if name.isdecimal()}
