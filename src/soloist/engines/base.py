@@ -55,8 +55,10 @@ class Engine(Protocol):
 
     name: str
     capabilities: Capabilities
-    version: int
-    """Version of the last successful load."""
+
+    @property
+    def version(self) -> int:
+        """Version of the last successful load."""
 
     async def start(self) -> None:
         """Become ready to serve. Raises RunError when that fails."""

@@ -1,0 +1,196 @@
+"""Continuous batching: requests join and leave between any two decode steps.
+
+Guarantees: a request that can't be served is refused with a reason and disturbs no other; a load is verified in full
+before anything changes; versions, log-probabilities and ids come from one step of the runner, so they belong together.
+Not covered: sockets and processes (`worker`), deadlines and retries (`engine`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from soloist.engines.local.messages import Counters
+from soloist.engines.local.model_runner import Ended, ModelRunner, Stretch
+from soloist.engines.local.scheduler import Seat, SlotTable
+from soloist.models.loading import parameter_table, read_weights
+from soloist.seams import Clock, SystemClock
+from soloist.types import Completion, FinishReason, GenerateRequest, VersionSpan, WeightsRef
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a request: a completion, or the reason why there is none."""
+
+    request_id: str
+    completion: Completion | None
+    reason: str = ""
+
+
+def spans_of(versions: Sequence[int]) -> list[VersionSpan]:
+    """Runs of equal versions: [3, 3, 4] → [3: 0…2, 4: 2…3]."""
+    spans: list[VersionSpan] = []
+    for version, run in groupby(versions):
+        start = spans[-1].end if spans else 0
+        spans.append(VersionSpan(version=version, start=start, end=start + len(list(run))))
+    return spans
+
+
+class ContinuousBatch:
+    """Serves requests with one model: `submit`, then `step` while `busy`."""
+
+    def __init__(self, runner: ModelRunner, *, recompute: bool = False, clock: Clock | None = None) -> None:
+        self.runner = runner
+        self.recompute = recompute
+        # Delta prefill depends on what an earlier turn left behind; in fixed shapes nothing may depend on the past.
+        self.table = SlotTable(runner.slots, reuse=not runner.fixed_shapes)
+        self.tokens = 0
+        self.busy_s = 0.0
+        self._clock = clock or SystemClock()
+        self._step = 0
+        self._seated_at: dict[int, int] = {}
+        """Decode step at which a slot's length was that of its prompt plus one."""
+
+    @property
+    def busy(self) -> bool:
+        """Something waits or runs."""
+        return bool(self.table.waiting or self.table.running)
+
+    @property
+    def counters(self) -> Counters:
+        """State and totals for the parent."""
+        return Counters(
+            version=self.runner.version,
+            running=len(self.table.running),
+            waiting=len(self.table.waiting),
+            tokens=self.tokens,
+            busy_s=self.busy_s,
+        )
+
+    def submit(self, request: GenerateRequest) -> Answer | None:
+        """Queue a request; the answer comes from `step`, or at once when nothing can be sampled."""
+        problem = self._problem(request)
+        if problem:
+            return Answer(request.request_id, None, problem)
+        if request.sampling.max_new_tokens < 1 or len(request.prompt_ids) >= self.runner.max_length:
+            return Answer(request.request_id, _completion(None, "length"))
+        self.table.submit(request)
+        return None
+
+    def _problem(self, request: GenerateRequest) -> str:
+        """Why a request can't be served, or nothing."""
+        vocab_size, slots = self.runner.vocab_size, self.runner.slots
+        if not request.prompt_ids:
+            return "the prompt has 0 tokens; sampling needs at least one before it"
+        for name, tokens in (("prompt", request.prompt_ids), ("stop", request.sampling.stop_token_ids)):
+            if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
+                bad = next(token for token in tokens if not 0 <= token < vocab_size)
+                return f"{name} token {bad} is outside the vocabulary of {vocab_size}"
+        temperature = request.sampling.temperature
+        if not (temperature >= 0 and math.isfinite(temperature)):
+            return f"temperature is {temperature}; it must be finite and at least 0"
+        if request.slot is not None and not 0 <= request.slot < slots:
+            return f"slot {request.slot} does not exist; the engine has {slots}"
+        return ""
+
+    def step(self) -> list[Answer]:
+        """Seat who waits, then sample one token for everybody. Returns the requests that are done."""
+        started = self._clock.monotonic()
+        answers = self._admit()
+        if self.table.running:
+            self._step += 1
+            self.tokens += len(self.table.running)
+            answers += self._finish(self.runner.decode(self.table.highest, self._width()))
+        self.busy_s += self._clock.monotonic() - started
+        return answers
+
+    def _admit(self) -> list[Answer]:
+        seats = self.table.admit(self.runner.version)
+        if not seats:
+            return []
+        self.runner.seat(seats)
+        self._seated_at.update({seat.slot: self._step for seat in seats})
+        self.tokens += len(seats)
+        return self._finish(
+            self.runner.prefill([Stretch(s.slot, s.reused, len(s.request.prompt_ids)) for s in seats]),
+        )
+
+    def _length(self, seat: Seat) -> int:
+        """Tokens of a running slot. Counted here, so that no step has to ask the device."""
+        return len(seat.request.prompt_ids) + 1 + self._step - self._seated_at[seat.slot]
+
+    def _width(self) -> int:
+        # `_step` counts the step that is about to run, which reads what the ones before it have written.
+        return max(self._length(seat) for seat in self.table.running.values()) - 1
+
+    def _finish(self, ended: Sequence[Ended]) -> list[Answer]:
+        answers = []
+        for row in ended:
+            request = self.table.running[row.slot].request
+            if not row.finite:
+                self.table.vacate(row.slot)
+                reason = (
+                    f"non-finite logits at token {len(row.token_ids)} of the action, weights version {row.versions[-1]}"
+                )
+                answers.append(Answer(request.request_id, None, reason))
+                continue
+            stopped = row.token_ids[-1] in request.sampling.stop_token_ids
+            answers.append(self._keep(row, "stop" if stopped else "length"))
+        return answers
+
+    def _keep(self, row: Ended, finish_reason: FinishReason) -> Answer:
+        request = self.table.running[row.slot].request
+        token_ids = request.prompt_ids + row.token_ids
+        self.table.finish(row.slot, token_ids, cached=len(token_ids) - 1)
+        return Answer(request.request_id, _completion(row, finish_reason))
+
+    def abort(self, rollout_ids: Sequence[str] | None) -> list[Answer]:
+        """End the requests of these rollouts (all when None); what they sampled so far is returned."""
+        wanted = None if rollout_ids is None else set(rollout_ids)
+        waiting = [r for r in self.table.waiting if wanted is None or r.rollout_id in wanted]
+        for request in waiting:
+            self.table.withdraw(request.request_id)
+        slots = [s for s, seat in self.table.running.items() if wanted is None or seat.request.rollout_id in wanted]
+        answers = [Answer(request.request_id, _completion(None, "abort")) for request in waiting]
+        return answers + [self._keep(row, "abort") for row in (self.runner.stop(slots) if slots else [])]
+
+    def cancel(self, request_id: str) -> None:
+        """Drop a request without an answer."""
+        slot = self.table.withdraw(request_id)
+        if slot is not None:
+            self.runner.stop([slot])
+            self.table.vacate(slot)
+
+    def release(self, rollout_id: str) -> None:
+        """Forget the prefixes of a rollout."""
+        self.table.release(rollout_id)
+
+    def load(self, weights: WeightsRef) -> None:
+        """Verify and swap the weights. Raises ValueError or OSError, with nothing changed, when they don't fit."""
+        if weights.version < 0:
+            raise ValueError(f"version is {weights.version}; versions count policy updates from 0")
+        tensors = read_weights(Path(weights.path), parameter_table(self.runner.model), weights.sha256)
+        self.runner.load(tensors, weights.version)
+        if not self.recompute:
+            return
+        started = self._clock.monotonic()
+        stretches = [Stretch(slot, 0, self._length(seat) - 1) for slot, seat in self.table.running.items()]
+        stretches += [Stretch(slot, 0, kept.cached) for slot, kept in self.table.kept.items()]
+        self.runner.recompute(stretches)
+        self.table.renewed(weights.version)
+        self.busy_s += self._clock.monotonic() - started
+
+
+def _completion(row: Ended | None, finish_reason: FinishReason) -> Completion:
+    """A completion from what a row sampled; None sampled nothing."""
+    if row is None:
+        return Completion(token_ids=[], log_probs=[], finish_reason=finish_reason, version_spans=[])
+    return Completion(
+        token_ids=row.token_ids,
+        log_probs=row.log_probs,
+        finish_reason=finish_reason,
+        version_spans=spans_of(row.versions),
+    )
