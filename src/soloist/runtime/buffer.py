@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from soloist.config import RunConfig
 from soloist.errors import RunError
-from soloist.runtime.places import Lease, Places
+from soloist.runtime.places import Lease, Places, Refusal
 from soloist.runtime.staleness import Admission
 from soloist.runtime.tasks import TaskSource
 from soloist.seams import Clock, SystemClock
@@ -79,8 +79,10 @@ class RolloutBuffer:
             await self._change()
             self._report_idle_learner()
 
-    async def put(self, lease: Lease, rollout: Rollout) -> None:
+    async def put(self, lease: Lease, rollout: Rollout) -> list[Refusal]:
         """Take an ended rollout back; a result that nobody awaits any more is ignored.
+
+        Returns scored rollouts that won't be trained after all, with fate and reason, for the ledger.
 
         Raises RunError when too many attempts failed or a version stamp is impossible (the run is over then), and
         ValueError for a rollout that isn't the lease's or hasn't ended.
@@ -92,6 +94,7 @@ class RolloutBuffer:
             self._end(error)
         self._stop_if_failing()
         self.wake()
+        return self._places.take_refused()
 
     async def take(self, version: int) -> list[Rollout]:
         """Wait until the step that trains `version` is full; its rollouts in order of occupation (or of place).

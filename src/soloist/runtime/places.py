@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -28,6 +28,9 @@ from soloist.runtime.tally import Tally
 from soloist.runtime.tasks import TaskSource
 from soloist.seams import Clock
 from soloist.types import Failure, Record, Rollout, Task
+
+Refusal = tuple[Rollout, Literal["failed", "dropped"], str]
+"""A scored rollout that won't be trained, its fate and the reason."""
 
 
 class Lease(Record, frozen=True, kw_only=True):
@@ -93,6 +96,7 @@ class Places:
         self._clock = clock
         self._on_abort = on_abort
         self.admission = self._new_admission(step=0)
+        self._refused: list[Refusal] = []
         self.tally = Tally(window=config.rollouts_per_step)
         self._units: dict[int, _Unit] = {}
         self._tries: dict[int, list[int]] = {}  # attempts so far of units that were given back
@@ -138,14 +142,23 @@ class Places:
         length = rollout.action_tokens
         if failure is not None:
             self.tally.failed(failure, length)
+            if rollout.failure is None:
+                self._refused.append((rollout, "failed", f"{failure.boundary}: {failure.reason}"))
             self._retry(unit, member, f"{failure.boundary}: {failure.reason}")
         elif unit.doomed or rollout.status == "aborted":
             self.tally.dropped(unit.doomed or "aborted", length)
+            if unit.doomed:
+                self._refused.append((rollout, "dropped", unit.doomed))
             self._retry(unit, member, "aborted")
         else:
             self.tally.scored(length)
             unit.scored[member] = (rollout, self._clock.monotonic())
             self._occupy_if_complete(unit)
+
+    def take_refused(self) -> list[Refusal]:
+        """Scored rollouts that won't be trained after all, since the last call, with fate and reason."""
+        refused, self._refused = self._refused, []
+        return refused
 
     def consume(self) -> list[Rollout]:
         """The current step's rollouts in order of occupation, marked as trained at it; goes on to the next step.
@@ -322,6 +335,7 @@ class Places:
         unit.pending.clear()
         for member, (rollout, _) in unit.scored.items():
             self.tally.dropped(fate, rollout.action_tokens, scored_before=True)
+            self._refused.append((rollout, "dropped", fate))
             unit.attempts[member] += 1
         unit.scored.clear()
         if unit.running:

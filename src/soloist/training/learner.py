@@ -4,8 +4,8 @@ A step has two passes. The statistics pass (`_begin`, `_advantages`) makes every
 aggregation weights, value targets, advantages. The loss pass goes over micro-batches and only sums, so micro-batches,
 packing and order do not change the update (methods §1.1, §9).
 
-Guarantees: a non-finite loss or gradient never reaches an optimizer and names its rollouts; frozen parameters keep their
-bits; `version` counts policy updates and is stored with the state.
+Guarantees: a non-finite loss or gradient never reaches an optimizer and names its rollouts; frozen parameters keep
+their bits; `version` counts policy updates and is stored with the state.
 Not covered: threads (`learner_thread.py`) and where rollouts come from.
 """
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from soloist.algorithms.advantages import gae_over_rollouts, length_adaptive_lambda, value_targets
-from soloist.algorithms.aggregation import aggregation_weights
+from soloist.algorithms.aggregation import LossAggregation, aggregation_weights
 from soloist.algorithms.gradients import clip_by_global_norm_
 from soloist.algorithms.losses import POLICY_LOSSES, metrics_of
 from soloist.algorithms.masked import whiten
@@ -28,7 +28,7 @@ from soloist.config import RunConfig
 from soloist.environments.base import keyed_random
 from soloist.errors import RunError
 from soloist.metrics import mean
-from soloist.models.loading import save_weights
+from soloist.models.loading import DTYPES, save_weights
 from soloist.models.optimizers import WarmupSchedule, build_optimizer, load_optimizer_state, optimizer_state
 from soloist.models.policy import action_log_probs
 from soloist.models.value import ValueModel, freeze_parameters
@@ -245,7 +245,8 @@ class Learner:
         """Write the policy's weights as `folder/model.safetensors`, visible whole or not at all."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "model.safetensors"
-        return WeightsRef(path=str(path), version=self.version, sha256=save_weights(self.policy, path))
+        digest = save_weights(self.policy, path, DTYPES[self.config.engine.dtype])
+        return WeightsRef(path=str(path), version=self.version, sha256=digest)
 
     def state(self) -> State:
         """Everything with memory, as named (tensors, JSON) parts."""
@@ -296,7 +297,7 @@ class _Step:
         }
 
 
-def _weights_of(batch: StepBatch, members: list[int], mode: str, fixed_length: int) -> Tensor:
+def _weights_of(batch: StepBatch, members: list[int], mode: LossAggregation, fixed_length: int) -> Tensor:
     """Aggregation weights over the rollouts `members`; 0 for all other tokens."""
     if len(members) == batch.rollouts:
         return aggregation_weights(mode, batch.rollout_T, batch.rollouts, fixed_length)

@@ -1,6 +1,7 @@
 """The learner on a thread of its own: the event loop goes on serving players while torch computes.
 
-Torch releases the interpreter lock inside its kernels; what remains is short, so the loop's delay stays small (a metric).
+Torch releases the interpreter lock inside its kernels; what remains is short, so the loop's delay stays small (a
+metric).
 All calls run on one thread, in order, so the learner needs no locks.
 """
 
@@ -49,6 +50,6 @@ class LearnerThread:
         """See `Learner.state`."""
         return await self._thread.call(self._learner.state)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Let the thread end when its work is done."""
-        self._thread.close()
+        await self._thread.close()

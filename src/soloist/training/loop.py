@@ -1,9 +1,9 @@
 """The main loop, and the player that feeds it. Read this file first.
 
- task name   consumes                 produces            waits for                        woken by
- train       a full step of rollouts  weights of v + 1    `buffer.take`: step b is full    a rollout that occupies its place
- player n    a place, a task          one rollout         `buffer.lease`: a place is free  a step that was taken, new weights
- watcher     the buffer's state       stall reports       the clock                        time
+ task        consumes                 produces          waits for                     woken by
+ train       a full step of rollouts  weights of v + 1  `take`: the step is full      a rollout that takes its place
+ player n    a place and its task     one rollout       `lease`: a place is free      a step taken, new weights
+ (buffer)    time                     stall reports     nobody                        whoever waits
 
 All waiting happens in `runtime/buffer.py`. Every task belongs to one TaskGroup; the first that fails ends the run.
 """
@@ -38,6 +38,6 @@ async def train(run: Run) -> None:
 async def play(run: Run) -> None:
     """Play one rollout after another, for ever. A rollout that breaks is data; it never ends the player."""
     while True:
-        lease = await run.buffer.lease(run.engines.oldest_version)
-        rollout = await run.episodes.play(run.fresh_rollout(lease), lease.task, run.slot_of(lease))
-        await run.buffer.put(lease, rollout)
+        lease = await run.buffer.lease(lambda: run.engines.version)
+        rollout = await run.episodes.play(await run.started(lease), lease.task, run.slot_of(lease))
+        await run.ended(lease, rollout)

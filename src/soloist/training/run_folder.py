@@ -62,8 +62,8 @@ class RunFolder:
             found, expected = getattr(config, field), getattr(stored, field)
             if found != expected:
                 raise UserError(
-                    f"{self._config_file}: {field} is {expected!r} there, but {found!r} now; a resumed run keeps it, so "
-                    "take the override back or choose another --name"
+                    f"{self._config_file}: {field} is {expected!r} there, but {found!r} now; a resumed run keeps it, "
+                    "so take the override back or choose another --name"
                 )
 
     def done(self, stage: str) -> dict[str, Any] | None:

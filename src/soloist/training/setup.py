@@ -19,8 +19,7 @@ import torch
 
 from soloist.config import RunConfig
 from soloist.engines.base import EngineHealth
-from soloist.engines.local.engine import LocalEngine
-from soloist.engines.pool import EngineSet
+from soloist.engines.pool import EngineSet, pinned_engine, sampling_engines
 from soloist.environments.base import Environment
 from soloist.environments.registry import build_environment
 from soloist.errors import RunError
@@ -28,10 +27,11 @@ from soloist.metrics import MetricsLog
 from soloist.models.loading import load_policy, load_tokenizer
 from soloist.models.value import ValueModel
 from soloist.rollout.play import EpisodePlayer, new_rollout
-from soloist.rollout.rendering import Rendering, build_rendering
-from soloist.runtime.buffer import Lease, RolloutBuffer
+from soloist.rollout.rendering import Rendering, build_renderer
+from soloist.runtime.buffer import RolloutBuffer
 from soloist.runtime.health import EventLoopDelay
 from soloist.runtime.ledger import Ledger
+from soloist.runtime.places import Lease
 from soloist.seams import Clock
 from soloist.training.checkpoint import Checkpoints
 from soloist.training.evaluation import play_tasks
@@ -50,7 +50,7 @@ PROBE_LIMIT = {"float32": 1e-4, "bfloat16": 0.2}
 
 def build_rendered(config: RunConfig, model: Path) -> tuple[Environment, Rendering]:
     """Environment and renderer of a run. Raises UserError for names, folders or task files that are wrong."""
-    rendering = build_rendering(load_tokenizer(model), config.model.renderer)
+    rendering = build_renderer(load_tokenizer(model), config.model.renderer)
     environment = build_environment(
         config.environment, config.seed, good=config.sft.good, miscopied=config.sft.miscopied
     )
@@ -73,20 +73,15 @@ async def open_bench(
     config: RunConfig,
     model: Path,
     clock: Clock,
-    observer: Observer,
     weights: WeightsRef | None = None,
     pinned: bool = False,
 ) -> AsyncIterator[Bench]:
     """Start environment and engines, load `weights` if given, and stop both at the end. `pinned` means one engine."""
     environment, rendering = build_rendered(config, model)
-    count = 1 if pinned else config.engine.count
-    names = ["evaluation"] if pinned else [f"engine {number}" for number in range(count)]
-    engines = EngineSet(
-        [
-            LocalEngine(name, model, config.engine, fixed_shapes=config.deterministic, clock=clock, note=observer.note)
-            for name in names
-        ]
-    )
+    if pinned:
+        engines = EngineSet([pinned_engine(model, config.engine, fixed_shapes=config.deterministic)])
+    else:
+        engines = sampling_engines(model, config.engine, fixed_shapes=config.deterministic)
     try:
         await asyncio.gather(environment.start(), engines.start())
         if weights is not None:
@@ -138,9 +133,10 @@ class Run:
     _engine_before: tuple[float, int] = (0.0, 0)
     history: list[Metrics] = field(default_factory=list)
 
-    def fresh_rollout(self, lease: Lease) -> Rollout:
-        """An empty record for a lease."""
-        return new_rollout(
+    async def started(self, lease: Lease) -> Rollout:
+        """An empty record for a lease, with its engine, on record as running."""
+        self.engines.version_for(lease.rollout_id)
+        rollout = new_rollout(
             rollout_id=lease.rollout_id,
             group_id=lease.group_id,
             place=lease.place,
@@ -148,7 +144,16 @@ class Run:
             task=lease.task,
             sampling=self.sampling,
             now=self.clock.now(),
+            engine=self.engines.engine_of(lease.rollout_id),
         )
+        await self.ledger.started(rollout)
+        return rollout
+
+    async def ended(self, lease: Lease, rollout: Rollout) -> None:
+        """Put an ended rollout on record, then into the buffer: what can be trained is on disk before."""
+        await self.ledger.ended(rollout, "dropped" if rollout.status == "aborted" else None)
+        for refused, fate, reason in await self.buffer.put(lease, rollout):
+            await self.ledger.ended(refused, fate, reason)
 
     def slot_of(self, lease: Lease) -> int | None:
         """In deterministic mode each place of a step has its own cache slot; else the engine chooses."""
@@ -179,7 +184,7 @@ class Run:
             raise RunError(f"the learner published version {reference.version}, but step {version} was due")
         await self.engines.load(reference)
         self.weights.forget_old(version)
-        await self.buffer.wake()
+        self.buffer.wake()
 
     async def record(self, step: int, rollouts: list[Rollout]) -> None:
         """Write the step's metrics and, when due, a checkpoint."""
@@ -199,9 +204,9 @@ class Run:
         self._noted = {}
 
     def _speeds(
-        self, lap: float, seconds: dict[str, float], rollouts: list[Rollout], health: list[EngineHealth]
+        self, lap: float, seconds: dict[str, float], rollouts: list[Rollout], health: dict[str, EngineHealth]
     ) -> Metrics:
-        busy, tokens = sum(one.busy_s for one in health), sum(one.tokens for one in health)
+        busy, tokens = sum(one.busy_s for one in health.values()), sum(one.tokens for one in health.values())
         busy_before, tokens_before = self._engine_before
         self._engine_before = (busy, tokens)
         lap = max(lap, 1e-9)
@@ -247,8 +252,8 @@ async def probe_parity(bench: Bench, learner: LearnerThread, config: RunConfig, 
     limit = max(PROBE_LIMIT[config.model.dtype], PROBE_LIMIT[config.engine.dtype])
     if not error <= limit:
         raise RunError(
-            f"engine and learner disagree before the first step: some |π/μ − 1| is {error:.3g}, expected ≤ {limit:g} at "
-            f"temperature {config.rollout.temperature:g}; the engine must return processed log-probabilities (after "
+            f"engine and learner disagree before the first step: some |π/μ − 1| is {error:.3g}, expected ≤ {limit:g} "
+            f"at temperature {config.rollout.temperature:g}; the engine must return processed log-probabilities (after "
             "temperature, without top-p or top-k) of the same weights"
         )
     return error

@@ -45,7 +45,7 @@ def run_sft(
     observer: Observer,
     clock: Clock,
 ) -> dict[str, float]:
-    """Train `sft.steps` steps and write the model folder. Returns the last loss. Raises RunError when it is not finite."""
+    """Train `sft.steps` steps and write the model folder; returns the last loss. Raises RunError if it diverges."""
     torch.set_num_threads(config.sft.threads)
     model = load_policy(folder.base_model, config.model.dtype, config.model.device)
     optimizer = build_optimizer(model.parameters(), config.sft.lr, config.sft.weight_decay)
@@ -63,7 +63,7 @@ def run_sft(
         nll = -log_probs_T.mean()
         nll.backward()
         norm = float(clip_by_global_norm_(model.parameters(), config.policy.max_grad_norm))
-        loss = float(nll)
+        loss = nll.item()
         if not norm < float("inf"):
             raise RunError(f"sft step {step}: loss {loss}, gradient norm {norm}; lower sft.lr = {config.sft.lr}")
         optimizer.step()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from soloist.config import RunConfig
+from soloist.engines.pool import EngineSet
 from soloist.errors import RunError, UserError
 from soloist.metrics import MetricsLog, mean
 from soloist.models.loading import load_policy
@@ -22,6 +23,7 @@ from soloist.models.value import ValueModel
 from soloist.runtime.buffer import RolloutBuffer
 from soloist.runtime.health import EventLoopDelay
 from soloist.runtime.ledger import Ledger
+from soloist.runtime.tasks import TaskSource
 from soloist.seams import Clock, Storage, SystemClock, sha256_of
 from soloist.training.checkpoint import Checkpoints
 from soloist.training.evaluation import evaluate, play_tasks
@@ -102,9 +104,8 @@ def _sft(context: _Context) -> dict[str, Any]:
     model = context.require_base_model()
     environment, rendering = build_rendered(config, model)
     summary: dict[str, Any] = {"steps": config.sft.steps}
-    if config.sft.steps:
-        if not folder.sft_model.exists():
-            summary |= run_sft(config, folder, environment, rendering, context.observer, context.clock)
+    if config.sft.steps and not folder.sft_model.exists():
+        summary |= run_sft(config, folder, environment, rendering, context.observer, context.clock)
     # The figure that RL is measured against, taken where it can't change any more.
     return summary | {"eval": _evaluation_of(context, context.require_sft_model(), None, 0)}
 
@@ -163,7 +164,8 @@ def _train(context: _Context) -> dict[str, Any]:
     async def work(bench: Bench) -> dict[str, Any]:
         return await _train_with(context, bench, LearnerThread(learner), checkpoints, weights, progress)
 
-    return _with_bench(context, model, reference, work)
+    summary: dict[str, Any] = _with_bench(context, model, reference, work)
+    return summary
 
 
 async def _train_with(
@@ -181,12 +183,16 @@ async def _train_with(
     context.observer.stage_started("train", config.steps)
     ledger = await Ledger.open(context.folder.ledger)
     delay = EventLoopDelay()
+    aborts = _Aborts(bench.engines)
     try:
         await ledger.rollback(first_step)
         buffer = RolloutBuffer(
-            config, bench.environment.train_task, ledger=ledger, clock=clock,
-            on_stall=context.observer.note, on_abort=bench.engines.abort,
-        )  # fmt: skip
+            config,
+            TaskSource(bench.environment.train_task),
+            clock=clock,
+            on_stall=context.observer.note,
+            on_abort=aborts.start,
+        )
         if "buffer" in progress:
             buffer.load_state(progress["buffer"])
         run = Run(
@@ -213,8 +219,21 @@ async def _train_with(
             gauge.cancel()
     finally:
         await ledger.close()
-        learner.close()
+        await learner.close()
     return _train_summary(run)
+
+
+class _Aborts:
+    """Aborts rollouts from synchronous code; keeps the tasks alive until they are done."""
+
+    def __init__(self, engines: EngineSet) -> None:
+        self._engines = engines
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, rollout_ids: list[str]) -> None:
+        task = asyncio.get_running_loop().create_task(self._engines.abort(rollout_ids), name="abort of stale rollouts")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
 def _train_summary(run: Run) -> dict[str, Any]:
@@ -258,7 +277,7 @@ def _evaluation_of(context: _Context, model: Path, weights: WeightsRef | None, v
             progress=_every(256, context.observer, "eval"),
         )
 
-    result = _with_bench(context, model, weights, work, pinned=True)
+    result: dict[str, Any] = _with_bench(context, model, weights, work, pinned=True)
     name = f"eval/{config.environment.name}/avg@{config.eval.samples}"
     MetricsLog(context.folder.metrics).write("eval", version, context.clock.now(), {name: result["avg"]})
     return result
@@ -283,7 +302,7 @@ def _with_bench(
     """Run `work` with engines and environment around it. The first error inside is raised as it is."""
 
     async def main() -> Any:
-        async with open_bench(context.config, model, context.clock, context.observer, weights, pinned) as bench:
+        async with open_bench(context.config, model, context.clock, weights, pinned) as bench:
             return await work(bench)
 
     try:
