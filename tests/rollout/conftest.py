@@ -159,7 +159,7 @@ class CharacterRendering:
             return []
         return self._ids(messages) + [ord(c) for c in "[a]"]
 
-    def parse(self, prompt_ids: list[int], completion_ids: list[int]) -> Action:
+    def parse(self, prompt_ids: list[int], completion_ids: list[int], tools: Sequence[dict[str, Any]]) -> Action:
         self._at("parse")
         text = "".join(map(chr, completion_ids)).removesuffix(STOP)
         return Action(text=text, tool_calls=[ToolCall(name=text[1:])] if text.startswith("?") else [])
