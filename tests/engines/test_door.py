@@ -1,11 +1,15 @@
 """The check at the engines' door: every kind of wrong completion is refused with its reason."""
 
+import itertools
 import math
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from soloist.engines.door import check_completion
+from soloist.engines.local.batch import spans_of
 from soloist.errors import RolloutError
 from soloist.types import Completion, GenerateRequest, Sampling, VersionSpan
 
@@ -61,3 +65,14 @@ def test_a_doubtful_completion_is_refused_whole_with_its_reason(changes: dict[st
         check_completion(completion(**changes), REQUEST, vocab_size=10, newest_version=4)
     assert caught.value.boundary == "engine"
     assert "request q" in caught.value.reason
+
+
+@given(st.lists(st.integers(0, 4), max_size=12))
+def test_versions_of_single_tokens_become_spans_that_pass_the_door(versions: list[int]) -> None:
+    n = len(versions)
+    spans = spans_of(versions)
+    sampled = completion(token_ids=[5] * n, log_probs=[-1.0] * n, version_spans=spans)
+    patient = GenerateRequest(request_id="q", rollout_id="r", prompt_ids=[1], sampling=Sampling(max_new_tokens=12))
+    assert check_completion(sampled, patient, vocab_size=10, newest_version=4) is sampled
+    assert [s.version for s in spans for _ in range(s.start, s.end)] == versions
+    assert all(left.version != right.version for left, right in itertools.pairwise(spans))

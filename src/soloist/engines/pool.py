@@ -78,6 +78,7 @@ class EngineSet:
             try:
                 return await home.generate(request)
             except RolloutError as error:
+                # A living engine's failure belongs to the request; only the loss of an engine is worth another try.
                 if (await home.health()).alive:
                     raise
                 self._lose(home, error.reason)
@@ -92,6 +93,7 @@ class EngineSet:
         """Load on all engines at once. Raises RunError when one refuses; a lost one leaves the set instead."""
         living = self._some_living()
         outcomes = await asyncio.gather(*(engine.load(weights) for engine in living), return_exceptions=True)
+        # All outcomes first: an early raise would leave the other loads running behind our back.
         refusals: list[BaseException] = []
         for engine, outcome in zip(living, outcomes, strict=True):
             if not isinstance(outcome, BaseException):
@@ -135,6 +137,7 @@ class EngineSet:
         home = self._homes.get(rollout_id)
         if home is not None and home.name not in self.lost:
             return home
+        # Rollouts rather than requests: one that waits for its tool will be back with its next turn.
         rollouts = Counter(engine.name for engine in self._homes.values())
         return min(living, key=lambda engine: rollouts[engine.name])
 

@@ -75,6 +75,7 @@ class ContinuousBatch:
         problem = self._problem(request)
         if problem:
             return Answer(request.request_id, None, problem)
+        # A full context is the end of a budget, which truncates; it is not an error.
         if request.sampling.max_new_tokens < 1 or len(request.prompt_ids) >= self.runner.max_length:
             return Answer(request.request_id, _completion(None, "length"))
         self.table.submit(request)
@@ -83,6 +84,7 @@ class ContinuousBatch:
     def _problem(self, request: GenerateRequest) -> str:
         """Why a request can't be served, or nothing."""
         vocab_size, slots = self.runner.vocab_size, self.runner.slots
+        # Checked before anything reaches a tensor: an id out of range would end the process or the device.
         if not request.prompt_ids:
             return "the prompt has 0 tokens; sampling needs at least one before it"
         for name, tokens in (("prompt", request.prompt_ids), ("stop", request.sampling.stop_token_ids)):
@@ -99,6 +101,7 @@ class ContinuousBatch:
     def step(self) -> list[Answer]:
         """Seat who waits, then sample one token for everybody. Returns the requests that are done."""
         started = self._clock.monotonic()
+        # Prefill samples the first token of each newcomer; the decode right after gives everybody the next one.
         answers = self._admit()
         if self.table.running:
             self._step += 1
@@ -131,6 +134,7 @@ class ContinuousBatch:
         for row in ended:
             request = self.table.running[row.slot].request
             if not row.finite:
+                # No completion at all: a number in place of NaN would be trained on as if it were true.
                 self.table.vacate(row.slot)
                 reason = (
                     f"non-finite logits at token {len(row.token_ids)} of the action, weights version {row.versions[-1]}"
@@ -143,6 +147,7 @@ class ContinuousBatch:
 
     def _keep(self, row: Ended, finish_reason: FinishReason) -> Answer:
         request = self.table.running[row.slot].request
+        # The last sampled token has not been an input yet, so its keys are not cached.
         token_ids = request.prompt_ids + row.token_ids
         self.table.finish(row.slot, token_ids, cached=len(token_ids) - 1)
         return Answer(request.request_id, _completion(row, finish_reason))
@@ -172,11 +177,13 @@ class ContinuousBatch:
         """Verify and swap the weights. Raises ValueError or OSError, with nothing changed, when they don't fit."""
         if weights.version < 0:
             raise ValueError(f"version is {weights.version}; versions count policy updates from 0")
+        # Everything that can fail comes before the first tensor changes.
         tensors = read_weights(Path(weights.path), parameter_table(self.runner.model), weights.sha256)
         self.runner.load(tensors, weights.version)
         if not self.recompute:
             return
         started = self._clock.monotonic()
+        # Idle prefixes too: they belong to running rollouts that are just waiting for an observation.
         stretches = [Stretch(slot, 0, self._length(seat) - 1) for slot, seat in self.table.running.items()]
         stretches += [Stretch(slot, 0, kept.cached) for slot, kept in self.table.kept.items()]
         self.runner.recompute(stretches)

@@ -53,6 +53,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         place = self.placement
         if place is None:
             raise RuntimeError("placement is None: call SlotCache.place before the forward pass")
+        # Advanced indices on both sides of a slice put their own dimensions first: [B, Q, heads, dim].
         where = (place.slots_B[:, None], slice(None), place.writes_BQ)
         self.keys[where] = key_states.transpose(1, 2)
         self.values[where] = value_states.transpose(1, 2)
@@ -60,6 +61,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @staticmethod
     def _rows(buffer: Tensor, place: Placement) -> Tensor:
+        # Decoding takes this way each step; a copy of all keys would cost more than the attention itself.
         if place.leading:
             return buffer[: len(place.slots_B), :, : place.width]
         return buffer[:, :, : place.width].index_select(0, place.slots_B)

@@ -62,12 +62,14 @@ class Child:
     @classmethod
     async def spawn(cls, threads: int) -> Child:
         """Start a worker. It imports for seconds before it reads its first order."""
+        # Unnamed and inherited: no path, no port, and nobody else can connect.
         ours, theirs = socket.socketpair()
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-P", "-m", "soloist.engines.local.lifeline", str(os.getpid()),
                 sys.executable, "-P", "-m", "soloist.engines.local.worker", str(theirs.fileno()),
                 stdin=asyncio.subprocess.DEVNULL,
+                # Replies go by the socket only, so that a print of some library can't break the protocol.
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
                 pass_fds=(theirs.fileno(),),
@@ -79,6 +81,7 @@ class Child:
             ours.close()
             raise
         finally:
+            # Our copy of its end would keep the socket open after the child is gone.
             theirs.close()
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         return cls(process, reader, writer)
@@ -98,6 +101,7 @@ class Child:
         while not self._replies:
             try:
                 data = await self._reader.read(_READ_BYTES)
+            # A killed child may reset the socket instead of ending it.
             except ConnectionError:
                 return None
             if not data:
@@ -120,6 +124,7 @@ class Child:
         finally:
             self.kill()
             self._writer.close()
+        # Bounded, as a grandchild could hold the pipe open.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._listening, 1.0)
         return self._last_words()

@@ -105,6 +105,7 @@ class Desk:
     def answer_aborted(self) -> None:
         """Answer aborted requests with nothing sampled: no child holds them any more."""
         for request_id in [key for key, waiting in self._requests.items() if waiting.aborted]:
+            # What an earlier child had sampled is gone with it.
             nothing = Completion(token_ids=[], log_probs=[], finish_reason="abort", version_spans=[])
             _answer(self._requests.pop(request_id).answer, nothing)
 
@@ -137,6 +138,7 @@ class Desk:
                 self.counters = counters
                 self._complete(request_id, completion)
             case Refused(request_id=request_id, reason=reason):
+                # Unknown ids belong to callers who gave up.
                 waiting = self._requests.pop(request_id, None)
                 if waiting:
                     _fail(waiting.answer, RolloutError("engine", f"request {request_id}: {reason}"))
@@ -172,6 +174,7 @@ class Desk:
             return
         self.weights = swap.weights
         self.version = swap.weights.version
+        # A lower version may follow a higher one (a new lineage); tokens of both may still come in.
         self._newest_version = max(self._newest_version, self.version)
         _answer(swap.answer, None)
 

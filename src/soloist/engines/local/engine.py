@@ -45,7 +45,9 @@ from soloist.types import Completion, GenerateRequest, WeightsRef
 START_SECONDS = 300.0
 """Deadline of a child's start: importing, reading the model folder and loading the last weights."""
 CLOSE_SECONDS = 2.0
-"""What a child gets to exit by itself."""
+"""What a child gets to exit by itself when the engine is closed."""
+EXIT_SECONDS = 10.0
+"""What a child gets to exit after its socket has ended, so that its own exit code is reported and not our kill."""
 HEALTH_SECONDS = 5.0
 """How long `health` waits for fresh numbers before it reports the last known ones."""
 
@@ -122,6 +124,7 @@ class LocalEngine:
         answer = self._desk.ask(request)
         began = self._clock.monotonic()
         try:
+            # Without a child the request waits on the desk; a fresh child is handed everything there.
             if self._child:
                 self._child.send(Generate(request=request))
             async with asyncio.timeout(self.request_seconds):
@@ -195,6 +198,7 @@ class LocalEngine:
         if self._closed:
             return
         self._closed = True
+        # The supervisor first stops watching, so that the end of the child does not look like a crash.
         for task in (self._probe, self._supervisor):
             if task is not None:
                 task.cancel()
@@ -214,16 +218,18 @@ class LocalEngine:
                 child.send(self._start)
                 ready = await child.receive()
                 if not isinstance(ready, Ready):
-                    raise RunError(f"engine '{self.name}' did not start: {await child.end(CLOSE_SECONDS)}")
+                    raise RunError(f"engine '{self.name}' did not start: {await child.end(EXIT_SECONDS)}")
                 self._desk.vocab_size = ready.vocab_size
                 await self._restore(child)
         except (TimeoutError, FrameError) as error:
             child.kill()
-            words = await child.end(CLOSE_SECONDS)
-            raise RunError(f"engine '{self.name}' did not start within {START_SECONDS:g} s: {words}") from error
+            words = await child.end(EXIT_SECONDS)
+            reason = str(error) or f"no answer within {START_SECONDS:g} s"
+            raise RunError(f"engine '{self.name}' did not start ({reason}): {words}") from error
         except BaseException:
+            # Cancelled by `close` or Ctrl-C while the child was starting: nobody else knows it yet.
             child.kill()
-            await child.end(CLOSE_SECONDS)
+            await child.end(EXIT_SECONDS)
             raise
         return child
 
@@ -236,7 +242,7 @@ class LocalEngine:
         reply = await child.receive()
         if isinstance(reply, Loaded):
             return
-        reason = reply.reason if isinstance(reply, NotLoaded) else await child.end(CLOSE_SECONDS)
+        reason = reply.reason if isinstance(reply, NotLoaded) else await child.end(EXIT_SECONDS)
         raise RunError(f"engine '{self.name}' could not restore version {weights.version}: {reason}")
 
     async def _supervise(self, child: Child) -> None:
@@ -244,7 +250,8 @@ class LocalEngine:
         while True:
             await self._listen(child)
             self._child = None
-            words = await child.end(CLOSE_SECONDS)
+            # From here on nothing is sent; requests that arrive wait on the desk.
+            words = await child.end(EXIT_SECONDS)
             _log.error("engine '%s' lost its %s; %d requests wait", self.name, words, len(self._desk))
             self._desk.child_gone()
             fresh = await self._replace(words)
@@ -267,9 +274,11 @@ class LocalEngine:
             try:
                 child = await self._launch()
             except RunError as error:
+                # A start that failed uses up the budget too, or a broken machine would be tried for ever.
                 words = str(error)
                 _log.error("%s", words)
                 continue
+            # No await between these lines, so no request is sent twice or missed.
             self._child = child
             for order in self._desk.hand_over():
                 child.send(order)

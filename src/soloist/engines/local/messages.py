@@ -15,6 +15,7 @@ import msgspec
 from soloist.types import Completion, GenerateRequest, Record, WeightsRef
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
+# Four bytes, big-endian, as on any network.
 _PREFIX = struct.Struct(">I")
 
 
@@ -133,6 +134,7 @@ Order = Start | Generate | Cancel | Release | Abort | Load | AskHealth | Close
 Reply = Ready | Completed | Refused | Loaded | NotLoaded | Health
 """What the child says."""
 
+# Each decoder compiles its whole schema, so they are made once.
 _encoder = msgspec.msgpack.Encoder()
 _orders = msgspec.msgpack.Decoder(Order)
 _replies = msgspec.msgpack.Decoder(Reply)
@@ -148,6 +150,7 @@ def pack_frame(message: Order | Reply) -> bytes:
 
 def unpack_order(payload: bytes) -> Order:
     """The parent's message in a frame. Raises FrameError."""
+    # RecursionError: a few bytes of msgpack can nest deeper than Python's stack.
     try:
         return _orders.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -173,6 +176,7 @@ class FrameBuffer:
         self._bytes += data
         while len(self._bytes) >= _PREFIX.size:
             (size,) = _PREFIX.unpack_from(self._bytes)
+            # Checked on the prefix alone: waiting for the payload would already fill the memory.
             if size > MAX_FRAME_BYTES:
                 raise FrameError(f"a frame announces {size} bytes, above the limit of {MAX_FRAME_BYTES}")
             end = _PREFIX.size + size

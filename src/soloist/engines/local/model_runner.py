@@ -62,6 +62,7 @@ class ModelRunner:
         self.slots = slots
         self.max_length = max_length
         self.fixed_shapes = fixed_shapes
+        # Never wider than the embedding, or a sampled id could not be read back.
         self.vocab_size = min(vocab_size or model.config.vocab_size, model.config.vocab_size)
         self.version = 0
         self._windows = attention_windows(model.config)
@@ -90,10 +91,12 @@ class ModelRunner:
     @torch.inference_mode()
     def seat(self, seats: Sequence[Seat]) -> None:
         """Put the prompts and settings of new requests into their slots."""
+        # Lists first and one transfer a table: 64 requests arrive together, and each transfer costs as much as all.
         slots = [seat.slot for seat in seats]
         requests = [seat.request for seat in seats]
         longest = max(len(request.prompt_ids) for request in requests)
         most_stops = max(len(request.sampling.stop_token_ids) for request in requests)
+        # −1 is no id, so unused places never match.
         if most_stops > self._stops_SN.shape[1]:
             grown = self._zeros((self.slots, most_stops), torch.int64) - 1
             grown[:, : self._stops_SN.shape[1]] = self._stops_SN
@@ -103,6 +106,7 @@ class ModelRunner:
         stops = [[*r.sampling.stop_token_ids, *[-1] * (room - len(r.sampling.stop_token_ids))] for r in requests]
         lengths = [len(request.prompt_ids) for request in requests]
         ends = [min(n + r.sampling.max_new_tokens, self.max_length) for n, r in zip(lengths, requests, strict=True)]
+        # Padding overwrites what older requests left; it is sampled over before it is read.
         self._tokens_SP[slots, :longest] = self._tensor(prompts)
         self._stops_SN[slots] = self._tensor(stops)
         self._lengths_S[slots] = self._prompts_S[slots] = self._tensor(lengths)
@@ -138,6 +142,7 @@ class ModelRunner:
         if self.fixed_shapes:
             return [[stretch] for stretch in stretches]
         batches: list[list[Stretch]] = []
+        # Longest first: the first of a batch decides its padded length, and neighbours in order waste little.
         for stretch in sorted(stretches, key=lambda s: s.start - s.end):
             longest = batches[-1][0] if batches else stretch
             if batches and (len(batches[-1]) + 1) * (longest.end - longest.start) <= PREFILL_TOKENS:
@@ -156,7 +161,9 @@ class ModelRunner:
         step = longest
         if self.fixed_shapes:
             step, width = CHUNK, self.max_length
+            # Up to whole chunks; the first one is padded on its left.
             longest = -(-longest // CHUNK) * CHUNK
+        # Only the last pass holds the last token, so its logits are the ones that stay.
         logits_BV = torch.empty(0)
         for first in range(-longest, 0, step):
             columns_Q = torch.arange(first, first + step, device=self.device)
@@ -170,6 +177,7 @@ class ModelRunner:
         if self.fixed_shapes:
             rows, width = self.slots, self.max_length
         slots_B = self._all_slots_S[:rows]
+        # The newest token was sampled but never read: it is the input of this step.
         positions_BQ = self._lengths_S[:rows, None] - 1
         logits_BV = self._forward(slots_B, True, positions_BQ, self._active_S[:rows, None], width)
         return self._append(slots_B, logits_BV)
@@ -186,6 +194,7 @@ class ModelRunner:
             position_ids=positions_BQ,
             cache=self._cache,
             use_cache=True,
+            # Right-aligned columns make the last one predict in every row; all V logits of Q columns are too many.
             logits_to_keep=1,
         )
         logits_BV: Tensor = output.logits[:, -1, : self.vocab_size]
@@ -199,19 +208,23 @@ class ModelRunner:
             seen_BQK = distances_BQK >= 0
             if window is not None:
                 seen_BQK = seen_BQK & (distances_BQK < window)
+            # Additive, made once a step: sdpa would convert a boolean mask in every layer again.
             masks[kind] = torch.zeros(seen_BQK.shape, dtype=self.model.dtype, device=self.device).masked_fill_(
                 ~seen_BQK, torch.finfo(self.model.dtype).min
             )[:, None]
+        # Models with one kind of attention take a plain tensor only.
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _append(self, slots_B: Tensor, logits_BV: Tensor) -> list[Ended]:
         """Sample, stamp and store one token in each running row; return the rows that stop with it."""
+        # Idle rows are computed along, which is cheaper than packing the others; they write to the scratch column.
         running_B = self._active_S[slots_B]
         columns_B = torch.where(running_B, self._lengths_S[slots_B], self.max_length)
         uniforms_B = keyed_uniforms(self._streams_S[slots_B], columns_B)
         ids_B, log_probs_B, finite_B = sample(logits_BV, self._temperatures_S[slots_B], uniforms_B)
         self._tokens_SP[slots_B, columns_B] = ids_B
         self._log_probs_SP[slots_B, columns_B] = log_probs_B
+        # Stamped where it is sampled, so that no later swap can change what a token says about itself.
         self._versions_SP[slots_B, columns_B] = self.version
         lengths_B = self._lengths_S[slots_B] + running_B
         self._lengths_S[slots_B] = lengths_B

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 _MASK64 = (1 << 64) - 1
+# 2⁶⁴ / golden ratio: consecutive positions land far apart before they are mixed.
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
@@ -32,6 +33,7 @@ def _mix(value: int) -> int:
 
 def stream_key(seed: int, key: int) -> int:
     """Start of the random stream of one rollout, as a signed 64-bit integer."""
+    # Seed and key are mixed one after the other, so that (1, 2) and (2, 1) are different streams.
     return _signed(_mix(_mix((seed + _GOLDEN) & _MASK64) ^ ((key * _GOLDEN) & _MASK64)))
 
 
@@ -64,10 +66,13 @@ def sample(logits_RV: Tensor, temperatures_R: Tensor, uniforms_R: Tensor) -> tup
     # NaN and ±inf survive a sum, so one pass tells whether all V values are finite.
     finite_R = logits_RV.sum(-1).isfinite()
     greedy_R = temperatures_R == 0
+    # Divided by 1 rather than 0, which would turn the whole row into NaN.
     scale_R = torch.where(greedy_R, 1.0, temperatures_R)
     log_probs_RV = torch.log_softmax(logits_RV / scale_R[:, None], dim=-1)
+    # float64, as a sum over 10⁵ tokens in fp32 would lose the unlikely ones. Not normalised: u is scaled instead.
     cumulative_RV = log_probs_RV.double().exp_().cumsum_(-1)
     targets_R = uniforms_R * cumulative_RV[:, -1]
+    # right=True skips entries equal to the target, that is tokens of probability 0.
     drawn_R = torch.searchsorted(cumulative_RV, targets_R[:, None], right=True)[:, 0]
     ids_R = torch.where(greedy_R, log_probs_RV.argmax(-1), drawn_R).clamp_(max=logits_RV.shape[-1] - 1)
     return ids_R, log_probs_RV.gather(-1, ids_R[:, None])[:, 0], finite_R

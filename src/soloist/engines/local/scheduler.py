@@ -43,6 +43,7 @@ class Seat:
 
 def common_prefix(left: list[int], right: list[int]) -> int:
     """Number of equal leading tokens."""
+    # The usual case, a history that was only extended, at the speed of a list comparison.
     if left == right[: len(left)]:
         return len(left)
     return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
@@ -80,6 +81,7 @@ class SlotTable:
                 seats.append(seat)
                 continue
             left_over.append(request)
+            # No slot for anybody; but one that waits for its own slot holds up nobody else.
             if request.slot is None:
                 break
         left_over.extend(self.waiting)
@@ -92,6 +94,7 @@ class SlotTable:
             slot = self._take(request.slot)
         if slot is None:
             return None
+        # Either its own prefix, which now runs, or that of the rollout that gives way.
         self.kept.pop(slot, None)
         seat = Seat(request=request, slot=slot, reused=reused, version=oldest)
         self.running[slot] = seat
@@ -129,6 +132,7 @@ class SlotTable:
     def finish(self, slot: int, token_ids: list[int], cached: int) -> None:
         """A request ended; keep its slot for the rollout's next turn."""
         seat = self.running.pop(slot)
+        # With 0 cached tokens there is nothing to come back for.
         if not self.reuse or seat.forget or cached == 0:
             heapq.heappush(self._free, slot)
             return
@@ -146,6 +150,7 @@ class SlotTable:
         for slot in [slot for slot, kept in self.kept.items() if kept.rollout_id == rollout_id]:
             del self.kept[slot]
             heapq.heappush(self._free, slot)
+        # A caller may give up on a rollout whose request still runs; its slot must not stay reserved for ever.
         for seat in self.running.values():
             seat.forget = seat.forget or seat.request.rollout_id == rollout_id
 

@@ -59,6 +59,7 @@ class Worker:
 
     def serve(self) -> None:
         """Start as the first order says, then serve until `Close`. Raises ParentGoneError and FrameError."""
+        # More orders may come with the first one; they wait until the model is built.
         orders: list[Order] = []
         while not orders:
             orders = self._receive(wait=True)
@@ -72,6 +73,7 @@ class Worker:
                 if isinstance(order, Close):
                     return
                 self._obey(batch, order)
+            # Orders take effect here, between two steps, and nowhere else: no token comes from a mix of weights.
             self._answer(batch, batch.step() if batch.busy else [])
             orders = self._receive(wait=not batch.busy)
 
@@ -83,6 +85,7 @@ class Worker:
         data = self._channel.recv(_READ_BYTES)
         if not data:
             raise ParentGoneError
+        # A broken frame raises from here: the stream has lost its place and can't be followed any further.
         return [unpack_order(payload) for payload in self._frames.feed(data)]
 
     def _send(self, reply: Reply) -> None:
