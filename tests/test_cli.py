@@ -9,11 +9,16 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 from soloist.cli import main, split_overrides
-from soloist.config import describe_fields
+from soloist.config import describe_fields, load_config
+from soloist.environments.registry import build_environment
 from soloist.errors import RunError, UserError
 from soloist.metrics import read_metrics
+from soloist.models.loading import load_policy, load_tokenizer, save_folder
+from soloist.models.tiny import build_tiny
+from soloist.rollout.rendering import build_renderer
 
 COMMANDS = ("sft", "pretrain-value", "train", "eval", "run", "config", "check")
 
@@ -36,6 +41,7 @@ max_turns = 1
 [sft]
 steps = 2
 batch_size = 2
+threads = 1
 [value_pretraining]
 rollouts = 8
 epochs = 1
@@ -209,7 +215,7 @@ def test_a_bad_task_file_is_refused_before_work_starts(
     tasks.write_text(content, encoding="utf-8")
     said = refused(capsys, "sft", str(recipe), "--environment.tasks", str(tasks))
     assert [part for part in parts if part not in said] == []
-    assert not list((recipe.parent / "runs").rglob("*.safetensors"))
+    assert "Traceback" not in said
 
 
 def test_train_without_sft_says_which_command_comes_first(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,27 +224,47 @@ def test_train_without_sft_says_which_command_comes_first(recipe: Path, capsys: 
     assert str(recipe.parent / "runs") in said
 
 
-SWITCHES = {
-    "off": ["--shuffle_rewards=false", "--advantage.whiten=false", "--advantage.bootstrap_truncated=false"],
-    "on": ["--shuffle_rewards=true", "--advantage.whiten=true", "--advantage.bootstrap_truncated=true",
-           "--deterministic=true", "--max_staleness=0"],
-}  # fmt: skip
+@pytest.fixture
+def coin(recipe: Path) -> list[str]:
+    """Options for a model that answers 1+1 with 2 or 3, each half of the time: enough for a critic to be judged."""
+    config = load_config(str(recipe))
+    folder = build_tiny(config.model, 0, recipe.parent / "coin")
+    model, tokenizer = load_policy(folder), load_tokenizer(folder)
+    rendering, environment = build_renderer(tokenizer, "auto"), build_environment(config.environment, 0)
+    tools = environment.demonstration(0).tools
+    said = [[{"role": "user", "content": "1+1"}, {"role": "assistant", "content": answer}] for answer in "23"]
+    ids, sampled = zip(*(rendering.training_tokens(messages, tools) for messages in said), strict=True)
+    labels = torch.where(torch.tensor(sampled), torch.tensor(ids), -100)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(60):
+        optimizer.zero_grad()
+        model(input_ids=torch.tensor(ids), labels=labels).loss.backward()
+        optimizer.step()
+    save_folder(model, tokenizer, recipe.parent / "model")
+    tasks = recipe.parent / "tasks.jsonl"
+    tasks.write_text('{"problem": "1+1", "answer": 2}\n', encoding="utf-8")
+    rollouts = ["--value_pretraining.rollouts=64", "--value_pretraining.holdout=0.5"]
+    return [f"--model.path={recipe.parent / 'model'}", f"--environment.tasks={tasks}", "--sft.steps=0", *rollouts]
 
 
-@pytest.mark.parametrize("state", SWITCHES)
-def test_a_run_of_two_steps_ends_well_with_every_switch(
-    state: str, recipe: Path, capsys: pytest.CaptureFixture[str]
+SWITCHED_ON = [
+    "--shuffle_rewards=true", "--advantage.whiten=true", "--advantage.bootstrap_truncated=true",
+    "--deterministic=true", "--max_staleness=0",
+]  # fmt: skip
+
+
+def test_two_steps_with_every_switch_on_end_in_a_summary(
+    recipe: Path, coin: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """RB-150: every option runs in both states. A second `run` skips what is done, a second `train` is refused."""
-    assert main(["run", str(recipe), *SWITCHES[state]]) == 0, capsys.readouterr().err
+    """RB-150: every boolean option runs (off is the default, which all other runs have)."""
+    assert main(["pretrain-value", str(recipe), *coin, *SWITCHED_ON]) == 0, capsys.readouterr().err
+    assert main(["train", str(recipe), *coin, *SWITCHED_ON, "--resume"]) == 0, capsys.readouterr().err
     said = capsys.readouterr().out
     folder = recipe.parent / "runs" / "tiny"
     assert [record["step"] for record in read_metrics(folder / "metrics.jsonl", stage="train")] == [0, 1]
     assert (folder / "reward.png").is_file()
-    assert "sample: calculator/" in said
-    assert main(["run", str(recipe), *SWITCHES[state]]) == 0
-    assert "train is done already, skipped" in capsys.readouterr().out
-    assert "--resume" in refused(capsys, "train", str(recipe), *SWITCHES[state])
+    assert "sample: calculator/line/1" in said
+    assert "--resume" in refused(capsys, "train", str(recipe), *coin, *SWITCHED_ON)
 
 
 def test_an_interrupted_stage_says_how_to_go_on(recipe: Path) -> None:

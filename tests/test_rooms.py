@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -121,6 +122,13 @@ def test_every_file_stands_in_a_room_with_a_floor() -> None:
     rooms = {room(module) for module in MODULES}
     assert rooms <= set(FLOORS)
     assert {"algorithms", "training", "cli"} <= rooms
+
+
+def test_the_guide_for_contributors_names_files_that_exist() -> None:
+    guide = (PACKAGE.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([a-z_]+/[a-z_/]+(?:\.py)?)`", guide)
+    assert [path for path in named if path.split("/")[0] in FLOORS and not (PACKAGE / path).exists()] == []
+    assert {"training/loop.py", "environments/base.py", "engines/local/"} <= set(named)
 
 
 def test_imports_go_down_the_floors_only() -> None:

@@ -95,6 +95,16 @@ def test_a_long_stage_prints_few_lines_and_always_its_last() -> None:
     assert "601/601" in lines[-1]
 
 
+def test_a_stage_that_reports_every_25th_step_has_all_its_lines() -> None:
+    observer, stream = plain()
+    observer.stage_started("sft", 1000)
+    for step in range(25, 1001, 25):
+        observer.progress("sft", step, {"sft/loss": 1.0})
+    lines = [line for line in stream.getvalue().splitlines() if "/1000" in line]
+    assert len(lines) == 40
+    assert lines[0].startswith("sft    25/1000")
+
+
 def test_the_end_of_a_stage_names_its_figures_and_how_long_it_took() -> None:
     clock = HandClock()
     observer, stream = plain(clock)

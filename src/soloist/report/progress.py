@@ -104,6 +104,7 @@ class ConsoleObserver:
         self._total = 0
         self._started = 0.0
         self._first_step: int | None = None
+        self._printed_step = 0
         self._silent = False
 
     def __enter__(self) -> Self:
@@ -146,7 +147,8 @@ class ConsoleObserver:
 
     def _start(self, stage: str, total: int) -> None:
         self._close_display()
-        self._total, self._started, self._first_step = total, self._clock.monotonic(), None
+        self._total, self._started = total, self._clock.monotonic()
+        self._first_step, self._printed_step = None, 0
         if not self._console.is_terminal:
             self._print(f"{stage}: started, {total} to do")
             return
@@ -160,8 +162,8 @@ class ConsoleObserver:
             self._display.line = figures(values)
             self._display.update(self._bar, completed=step, left=left)
             return
-        every = max(1, -(-self._total // PLAIN_LINES))
-        if step % every == 0 or step == self._total:
+        if step - self._printed_step >= self._total / PLAIN_LINES or step == self._total:
+            self._printed_step = step
             width = len(str(self._total))
             self._print(f"{stage}  {step:>{width}}/{self._total}  {figures(values)}  {left}".rstrip())
 
