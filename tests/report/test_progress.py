@@ -85,6 +85,17 @@ def test_the_time_left_counts_the_pace_since_the_resume() -> None:
     assert "32/40" in last
 
 
+def test_the_time_left_is_unknown_until_two_reports_are_there() -> None:
+    clock = HandClock()
+    observer, stream = plain(clock)
+    observer.stage_started("eval", 1024)
+    for clock.time, done in ((60.0, 256), (90.0, 512), (150.0, 1024)):
+        observer.progress("eval", done, {"reward/mean": 0.1})
+    first, second, third = stream.getvalue().splitlines()[1:]
+    assert "left" not in first + third
+    assert second.endswith("left 1m00s")
+
+
 def test_a_long_stage_prints_few_lines_and_always_its_last() -> None:
     observer, stream = plain()
     observer.stage_started("sft", 601)
@@ -109,6 +120,8 @@ def test_the_end_of_a_stage_names_its_figures_and_how_long_it_took() -> None:
     clock = HandClock()
     observer, stream = plain(clock)
     observer.stage_started("sft", 2)
+    clock.time = 70.0
+    observer.stage_started("eval", 2)  # a stage may hold another one; its time counts for both
     clock.time = 75.0
     observer.stage_finished("sft", {"loss": 0.123456, "steps": 2, "skill": None, "eval": {"avg": 0.25, "failed": 0}})
     assert stream.getvalue().splitlines()[-1] == "sft: done in 1m15s  loss 0.1235  steps 2  eval 0.25"

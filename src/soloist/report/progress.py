@@ -102,8 +102,8 @@ class ConsoleObserver:
         self._display: _Display | None = None
         self._bar = TaskID(0)
         self._total = 0
-        self._started = 0.0
-        self._first_step: int | None = None
+        self._started: dict[str, float] = {}
+        self._first: tuple[int, float] | None = None
         self._printed_step = 0
         self._silent = False
 
@@ -147,8 +147,8 @@ class ConsoleObserver:
 
     def _start(self, stage: str, total: int) -> None:
         self._close_display()
-        self._total, self._started = total, self._clock.monotonic()
-        self._first_step, self._printed_step = None, 0
+        self._total, self._first, self._printed_step = total, None, 0
+        self._started[stage] = self._clock.monotonic()
         if not self._console.is_terminal:
             self._print(f"{stage}: started, {total} to do")
             return
@@ -168,18 +168,19 @@ class ConsoleObserver:
             self._print(f"{stage}  {step:>{width}}/{self._total}  {figures(values)}  {left}".rstrip())
 
     def _time_left(self, step: int) -> str:
-        # A resumed stage begins in the middle, so the pace counts from the first step seen here.
-        if self._first_step is None:
-            self._first_step = step - 1
-        done = step - self._first_step
-        if done < 1 or step >= self._total:
+        # A resumed stage begins in the middle, and some report every n-th step: the pace counts from the first report.
+        first_step, first_time = self._first = self._first or (step, self._clock.monotonic())
+        if step <= first_step or step >= self._total:
             return ""
-        pace = (self._clock.monotonic() - self._started) / done
+        pace = (self._clock.monotonic() - first_time) / (step - first_step)
         return f"left {duration(pace * (self._total - step))}"
 
     def _finish(self, stage: str, summary: Mapping[str, Any]) -> None:
+        if self._display is not None:
+            self._display.update(self._bar, completed=self._total, left="")
         self._close_display()
-        took = duration(self._clock.monotonic() - self._started)
+        now = self._clock.monotonic()
+        took = duration(now - self._started.get(stage, now))
         self._print(f"{stage}: done in {took}  {_end_figures(summary)}".rstrip())
 
     def _close_display(self) -> None:
