@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from itertools import islice
 from typing import NoReturn
@@ -66,11 +66,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _resuming(arguments: list[str]) -> str:
+    # The same command again, so that the overrides stay; shlex keeps names with spaces whole.
     more = [] if "--resume" in arguments or arguments[:1] in (["config"], ["check"]) else ["--resume"]
     return shlex.join(["soloist", *arguments, *more])
 
 
 def _dispatch(arguments: list[str]) -> int:
+    # Overrides go first: argparse would take the value of an option that it doesn't know for the recipe.
     own, overrides = split_overrides(arguments)
     parsed = _parser().parse_args(own)
     if parsed.name is not None:
@@ -121,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
             "--dry-run", action="store_true", help="print the config and what it will cost, start nothing"
         )
         command.set_defaults(stages=STAGES[name][0], skip_done=name == "run")
+    # The key tree has its own line breaks; argparse would fill it into one paragraph.
     config = _add_command(commands, "config", "print the resolved config", _print_config, recipe="?")
     config.formatter_class = argparse.RawDescriptionHelpFormatter
     config.epilog = _key_tree()
@@ -170,6 +173,7 @@ def _check(_: argparse.Namespace, config: RunConfig) -> None:
 def _run_stages(parsed: argparse.Namespace, config: RunConfig) -> None:
     from soloist.report.check import describe_plan, refuse_missing_devices
 
+    # Before the stages load: a GPU that isn't there is a sentence here, and an assertion deep in torch later.
     refuse_missing_devices(config)
     if parsed.dry_run:
         print("\n".join([dump_config(config), *describe_plan(config, parsed.stages)]))
@@ -217,12 +221,20 @@ def interruptible() -> Iterator[None]:
 def _count_signals(reader: int) -> None:
     stops = terms = 0
     while numbers := os.read(reader, 64):
+        first = not stops and not terms
         # A SIGTERM comes back as SIGINT, but only when the main thread has a moment; so each kind counts for itself.
         stops += numbers.count(signal.SIGINT)
         terms += numbers.count(signal.SIGTERM)
         if max(stops, terms) > 1:
-            os.write(2, b"soloist: stopped at once\n")
+            _say_at_once(b"soloist: stopped at once\n")
+            # No cleaning up: children end when they see that their parent is gone, and the ledger survives a kill.
             os._exit(INTERRUPTED)
-        if stops or terms:
-            os.write(2, b"\nsoloist: stopping in order; once more stops at once\n")
+        if first and (stops or terms):
+            _say_at_once(b"\nsoloist: stopping in order; once more stops at once\n")
     os.close(reader)
+
+
+def _say_at_once(text: bytes) -> None:
+    # Past Python's buffers and locks, which the main thread may hold; a closed stderr must not end the counting.
+    with suppress(OSError):
+        os.write(2, text)

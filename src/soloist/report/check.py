@@ -35,6 +35,7 @@ def describe_machine(folder: Path = Path()) -> list[str]:
     """Versions, cores, memory, disk at `folder`, and which engines and sandboxes work here."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in LIBRARIES)
     memory, disk = psutil.virtual_memory(), shutil.disk_usage(folder)
+    # Containers often grant fewer cores than the machine has.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return [
         f"versions     Python {platform.python_version()}, {versions}",
@@ -64,6 +65,7 @@ def refuse_missing_devices(config: RunConfig) -> None:
 
 
 def _why_unusable(device: str) -> str | None:
+    # A build with CUDA on a machine without a driver looks able until the first tensor.
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -90,6 +92,7 @@ def parameters(config: RunConfig) -> int:
     Raises UserError when the folder is refused.
     """
     if not config.model.path:
+        # On the meta device tensors have shapes only, so the count is exact and costs no memory.
         with torch.device("meta"):
             return sum(p.numel() for p in tiny_policy(config.model, 0, build_tokenizer()).parameters())
     folder = Path(config.model.path)
@@ -138,6 +141,7 @@ def _devices() -> str:
 
 
 def _size(size: float) -> str:
+    # Powers of 1000, as disks are sold; three digits are all that a plan knows.
     for unit in ("B", "KB", "MB", "GB"):
         if size < 1000:
             return f"{size:.3g} {unit}"

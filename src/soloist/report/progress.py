@@ -162,6 +162,7 @@ class ConsoleObserver:
             self._display.line = figures(values)
             self._display.update(self._bar, completed=step, left=left)
             return
+        # A log of a long stage stays short enough to read, and its last line is never left out.
         if step - self._printed_step >= self._total / PLAIN_LINES or step == self._total:
             self._printed_step = step
             width = len(str(self._total))
@@ -176,6 +177,7 @@ class ConsoleObserver:
         return f"left {duration(pace * (self._total - step))}"
 
     def _finish(self, stage: str, summary: Mapping[str, Any]) -> None:
+        # Reports may come every n-th step; a stage that is done fills its bar.
         if self._display is not None:
             self._display.update(self._bar, completed=self._total, left="")
         self._close_display()

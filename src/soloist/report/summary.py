@@ -37,6 +37,7 @@ def write_summary(folder: Path) -> list[str]:
     lines = _figures(records)
     if series(records, "reward/mean"):
         picture = folder / "reward.png"
+        # Not pyplot: it keeps figures alive and may want a display.
         FigureCanvasAgg(draw(records, folder.name)).print_png(str(picture))
         lines.append(f"picture: {printable(str(picture))}")
     sample = choose_sample(folder / "ledger.sqlite")
@@ -45,6 +46,7 @@ def write_summary(folder: Path) -> list[str]:
 
 def series(records: Sequence[dict[str, Any]], name: str, stage: str = "train") -> Points:
     """(step, value) of one metric, in order of steps, without missing values; the last record of a step counts."""
+    # A dict keeps the last record of a step: after a resume, steps beyond the checkpoint are trained again.
     found = {
         record["step"]: record[name]
         for record in records
@@ -98,6 +100,7 @@ def draw(records: Sequence[dict[str, Any]], title: str) -> Figure:
     explained.set_ylim(bottom=max(-1.0, explained.get_ylim()[0]), top=1.0)
     percent = [(step, 100 * value) for step, value in series(records, "dis/masked_frac")]
     _draw_small(masked, percent, MASK, "masked tokens\n%")
+    # Shares of less than a percent are what DIS masks; from 0 they can be read as heights.
     masked.set_ylim(bottom=0.0)
     masked.set_xlabel("policy update", color=INK, fontsize=9)
     for axes in (reward, explained, masked):
