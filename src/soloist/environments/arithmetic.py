@@ -21,10 +21,12 @@ from soloist.types import Record
 OPERATORS = "+-*"
 HELD_OUT_SHARE = 1 / 8
 
+# far above what the generator makes, far below what costs anything
 _LONGEST = 200
 _DEEPEST = 20
 _TOKEN = re.compile(r"[0-9]+|[-+*()]")
 _INTEGER = re.compile(r"[ \t\r\n]*([+-]?[0-9]{1,30})[ \t\r\n]*")
+# checked before the pattern is tried: a text of megabytes is not read at all
 _LONGEST_ANSWER = 100
 _ATTEMPTS = 10_000
 
@@ -73,6 +75,7 @@ def draw_problem(
 
 def is_held_out(problem: str) -> bool:
     """Whether a problem belongs to evaluation: one in eight does, by the hash of its text."""
+    # not Python's hash(), which differs from process to process
     return hashlib.sha256(canonical(problem).encode("utf-8", "replace")).digest()[0] < 256 * HELD_OUT_SHARE
 
 
@@ -86,6 +89,7 @@ def evaluate(problem: str) -> int:
     if len(problem) > _LONGEST:
         raise ValueError(f"the problem has {len(problem)} characters, at most {_LONGEST} are read")
     tokens = _TOKEN.findall(problem)
+    # the pattern skips what it doesn't know; the comparison finds that out
     if "".join(tokens) != problem:
         raise ValueError(f"{problem!r} holds something other than digits, + - * and parentheses")
     reader = _Reader(tokens)
@@ -107,6 +111,7 @@ def _compose(numbers: random.Random, difficulty: Difficulty, operands: int) -> s
     parts = [str(numbers.randint(1, difficulty.largest)) for _ in range(operands)]
     signs = [numbers.choice(difficulty.operators) for _ in range(operands - 1)]
     if difficulty.parentheses and operands > 2:
+        # a pair around everything or around one operand would change nothing
         length = numbers.randint(2, operands - 1)
         first = numbers.randint(0, operands - length)
         parts[first] = "(" + parts[first]

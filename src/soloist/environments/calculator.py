@@ -58,6 +58,7 @@ class Calculator:
         self._difficulty = PRESETS[config.preset]
         self._rows = read_rows(config.tasks) if config.tasks else []
         self._listed = {canonical(row.problem) for row in self._rows}
+        # only the current epoch's order is kept; players ask for neighbouring indices
         self._order: tuple[int, list[int]] = (-1, [])
         self._held_out: dict[int, list[Task]] = {}
         self._sandbox = MontySandbox.from_config(config)
@@ -82,6 +83,7 @@ class Calculator:
         """Held-out task `index`. Raises UserError if the task file leaves no problem to hold out."""
         block, place = divmod(index, HELD_OUT_BLOCK)
         tasks = self._held_out.setdefault(block, [])
+        # each depends on those before it in its block, so the order of asking doesn't matter
         taken = {task.data["problem"] for task in tasks}
         while len(tasks) <= place:
             tasks.append(self._drawn("heldout", block * HELD_OUT_BLOCK + len(tasks), taken))
@@ -91,6 +93,7 @@ class Calculator:
     def demonstration(self, index: int) -> Demonstration:
         """SFT example `index`, always of a drawn training problem. It has the tool's true result for the code shown."""
         problem = str(self._drawn("demonstration", index).data["problem"])
+        # a stream of its own: other shares give other kinds of the same problems
         numbers = keyed_random(self._seed, "kind", index)
         kind = numbers.random()
         messages: list[Message] = [{"role": "user", "content": problem}]
@@ -103,6 +106,7 @@ class Calculator:
             messages.append({"role": "assistant", "content": result})
         else:
             answer = str(evaluate(problem))
+            # never right would teach that answering without the tool is hopeless; then RL has less to find
             said = answer if numbers.random() < RIGHT_GUESSES else change_digit(answer, numbers)
             messages.append({"role": "assistant", "content": said})
         return Demonstration(messages=messages, tools=self._tools.specs)
@@ -163,6 +167,7 @@ class CalculatorEpisode:
         if not action.tool_calls:
             self._answer = action.text
             return StepResult(terminated=True)
+        # one after the other, as a model reads them; most actions have one
         answers = [await self._toolbox.answer(call) for call in action.tool_calls]
         self._notes["tool_calls"] += sum(answer.executed for answer in answers)
         self._notes["tool_errors"] += sum(not answer.executed for answer in answers)
@@ -170,6 +175,7 @@ class CalculatorEpisode:
 
     async def score(self) -> tuple[float, dict[str, Any]]:
         """1.0 if the answer is the gold integer, else 0.0. Raises RolloutError("scorer", …) for an unreadable gold."""
+        # gold answers come from files: they are read by the same grammar, and a bad one is nobody's wrong answer
         gold = parse_integer(str(self._task.data["answer"]))
         if gold is None:
             found = ascii(self._task.data["answer"])[:60]

@@ -32,16 +32,21 @@ CUT_MARK = "...[cut]"
 LONGEST_CODE = 20_000
 """Characters of code that are looked at; the token budget of a turn is smaller than that."""
 
+# a looping snippet holds its worker for all of its seconds, so one worker a core would let two of them stop everybody
 _WORKERS = 4
 _QUEUE_SECONDS = 60.0
+# the interpreter looks at its clock between operations; the parent waits this much longer, then kills
 _GRACE_SECONDS = 1.0
+# more than any limit of characters needs, and little enough to carry between processes
 _PRINTED_BYTES = 1 << 16
+# pipes and threads that a worker has stay usable; a worker needs no more than those
 _KERNEL_LIMITS = {
     resource.RLIMIT_AS: 1 << 29,
     resource.RLIMIT_NOFILE: 0,
     resource.RLIMIT_NPROC: 0,
     resource.RLIMIT_CORE: 0,
 }
+# an observation must be the same whenever and wherever the code runs
 _POLICY: dict[str, Any] = {
     "datetime": datetime(2026, 1, 1, tzinfo=UTC),
     "timezone": "utc",
@@ -101,6 +106,7 @@ class MontySandbox:
         except TimeoutError:
             raise RolloutError("sandbox", f"no worker answered within {deadline:g} s; all are busy") from None
         except asyncio.CancelledError:
+            # `close` cancels what waits for a thread; the caller was not cancelled and must not end as if it were
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
@@ -111,6 +117,7 @@ class MontySandbox:
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
+        # in this order: nothing new gets in, what runs ends, and only then its workers go
         pool, threads, self._threads = self._pool, self._threads, None
         if threads is not None:
             threads.shutdown(cancel_futures=True)
@@ -120,20 +127,20 @@ class MontySandbox:
 
     def _open(self) -> str | None:
         """Start pool and threads; None, or why the self-test failed."""
-        workers = min(_WORKERS, os.cpu_count() or 1)
         try:
             pool = Monty(
                 min_processes=1,
-                max_processes=workers,
+                max_processes=_WORKERS,
                 checkout_timeout=_QUEUE_SECONDS,
                 request_timeout=self.seconds + _GRACE_SECONDS,
+                # this deadline alone says that it was one; the others look like a crash
                 feed_duration_limit_grace=None,
                 turn_duration_limit_grace=None,
             )
             self._pool = pool.__enter__()
         except (MontyError, OSError, RuntimeError) as error:
             return str(error)
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="sandbox")
+        self._threads = ThreadPoolExecutor(_WORKERS, thread_name_prefix="sandbox")
         for code, printed, last in _SELF_TEST:
             try:
                 found = self._run(code)
@@ -152,6 +159,7 @@ class MontySandbox:
             try:
                 return self._play(code)
             except MontyCrashedError as error:
+                # a second try would only take as long again
                 if error.timed_out:
                     return cut(self._too_slow(), self.output_chars)
         return cut("SystemError: the interpreter crashed", self.output_chars)
@@ -191,6 +199,7 @@ class MontySandbox:
             return self._too_slow()
         if not re.match("MemoryError: (memory limit|the worker) exceeded", text):
             return text
+        # the collector of the output reports its own limit in the same words
         if 2 * len(printed) > _PRINTED_BYTES:
             return f"MemoryError: more than {_PRINTED_BYTES} bytes printed"
         return f"MemoryError: more than {self.memory_mb} MB"
@@ -243,11 +252,13 @@ def _returning_text(session: Any, code: str, limit: int) -> str:
     start = len(lines) - 1
     while start > 0 and lines[start][:1] in " \t)]}#":
         start -= 1
+    # inside parentheses so that a value over several lines stays one expression
     head, tail = "\n".join(lines[:start]), "\n".join(lines[start:])
     try:
         session.feed_run(f"lambda: (\n{tail}\n,)")  # the comma refuses a tail of comments
     except MontySyntaxError:
         return f"{code}\nNone"
+    # an f-string calls no name, so code that redefines `repr` or `str` changes nothing here
     return f"{head}\n_ = (\n{tail}\n)\nNone if _ is None else f'{{_!r}}'[:{limit}]"
 
 
@@ -260,8 +271,10 @@ def _limit_process(pid: int | None, seconds: float) -> None:
     if pid is None or not hasattr(resource, "prlimit"):
         return
     try:
+        # the name of the program comes first, in parentheses, and may hold spaces
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
         used = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        # only the soft limit, which can be raised again for the next call
         _, most = resource.prlimit(pid, resource.RLIMIT_CPU)
         resource.prlimit(pid, resource.RLIMIT_CPU, (math.ceil(used + seconds) + 1, most))
         for kind, limit in _KERNEL_LIMITS.items():

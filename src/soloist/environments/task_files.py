@@ -50,6 +50,7 @@ def _row(path: str, line: int, text: str) -> Row:
     where = f"{path}, line {line}"
     try:
         found = json.loads(text)
+    # ValueError is invalid JSON and also an integer of more than 4300 digits
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: {_short(text)} is not JSON ({error}); write one object a line") from None
     if not isinstance(found, dict):
@@ -69,8 +70,10 @@ def _field(where: str, row: dict[str, Any], name: str, kinds: tuple[type, ...], 
             f"{where}: field {name!r} is missing, expected {expected}; found the fields {_short(sorted(row))}"
         )
     value = row[name]
+    # true is an int to Python, and never meant as an answer
     if isinstance(value, bool) or not isinstance(value, kinds):
         raise UserError(f"{where}: field {name!r} is {_kind(value)} {_short(value)}, expected {expected}")
+    # it could be neither tokenized nor stored
     try:
         str(value).encode()
     except UnicodeEncodeError:
@@ -83,5 +86,6 @@ def _kind(value: object) -> str:
 
 
 def _short(value: object) -> str:
+    # whatever a file holds, the message stays one printable line
     text = ascii(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -50,6 +50,7 @@ class Toolbox:
             return ToolAnswer(message=_message(call.name, refusal), executed=False)
         try:
             content = await self._functions[call.name](**call.arguments)
+        # a sandbox that is gone has a boundary of its own
         except RolloutError:
             raise
         except Exception as error:
@@ -81,9 +82,11 @@ def _arguments_of(function: ToolFunction) -> type[BaseModel]:
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if name not in hints:
+            # without a type nothing could be checked
             raise TypeError(f"tool {function.__name__}: parameter {name!r} needs a type annotation")
         default = ... if parameter.default is inspect.Parameter.empty else parameter.default
         fields[name] = (hints[name], default)
+    # strict: a model that writes "5" for a number shall learn to write 5
     return create_model(function.__name__, __config__=ConfigDict(extra="forbid", strict=True), **fields)
 
 
@@ -94,6 +97,7 @@ def _specification(function: ToolFunction, arguments: type[BaseModel]) -> dict[s
         name: {key: value for key, value in field.items() if key != "title"}
         for name, field in schema.get("properties", {}).items()
     }
+    # defaults and descriptions stay; titles repeat the names
     parameters = {"type": "object", "properties": properties, "required": schema.get("required", [])}
     description = inspect.cleandoc(function.__doc__ or "").split("\n\n")[0]
     return {

@@ -87,6 +87,7 @@ class Rendering:
             bridged = self.renderer.bridge_to_next_turn(prompt_ids, completion_ids, safe, tools=tools or None)
         if bridged is None:
             return None
+        # compared, not trusted: a bridge may trim or rewrite, and wrong context would be trained without a sign
         ids = list(bridged.token_ids)
         sampled = [*prompt_ids, *completion_ids]
         return ids if ids[: len(sampled)] == sampled and len(ids) > len(sampled) else None
@@ -112,6 +113,7 @@ class Rendering:
                 "model samples, so demonstrations can't be trained; set model.renderer to the model's own renderer"
             )
         roles, owners = rendered.message_roles, rendered.message_indices
+        # some renderers mark tokens of other roles as sampled, or of no message at all
         mask = [
             bool(sampled) and owner >= 0 and roles[owner] == "assistant"
             for sampled, owner in zip(rendered.sampled_mask, owners, strict=True)
@@ -152,6 +154,7 @@ def _create(tokenizer: Any, name: str) -> Any:
     if name == "auto":
         model = getattr(tokenizer, "name_or_path", "")
         if model in MODEL_RENDERER_MAP:
+            # by the exact name: a fine-tune may have another template under the same architecture
             return create_renderer(tokenizer, config_from_name(MODEL_RENDERER_MAP[model]))
         if not getattr(tokenizer, "chat_template", None):
             return TerseRenderer(tokenizer)
@@ -171,6 +174,7 @@ def _create(tokenizer: Any, name: str) -> Any:
 def _tool_call(parsed: Any) -> ToolCall:
     """A parsed call as a record; wrong in any way means an `error` and no arguments."""
     name = _whole(parsed.name) if isinstance(parsed.name, str) else ""
+    # repairing a call would execute something that the model did not write
     if parsed.status != ToolCallParseStatus.OK:
         return ToolCall(name=name, error=f"SyntaxError: {_EXPLANATIONS.get(parsed.status, str(parsed.status))}")
     if not name:
@@ -194,6 +198,7 @@ def _whole(value: Any, depth: int = 0) -> Any:
         return [_whole(item, depth + 1) for item in value]
     if isinstance(value, dict):
         return {_whole(key): _whole(item, depth + 1) for key, item in value.items()}
+    # JSON readers refuse or round what doesn't fit a machine word
     if isinstance(value, int) and value.bit_length() > 63:
         raise ValueError(f"a number of {value.bit_length()} bits; 63 can be stored")
     return value
