@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from soloist.cli import main, split_overrides
-from soloist.config import describe_fields, load_config
+from soloist.config_files import describe_fields, load_config
 from soloist.environments.registry import build_environment
 from soloist.errors import RunError, UserError
 from soloist.metrics import read_metrics

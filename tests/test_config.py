@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from soloist.config import (
-    RunConfig,
+from soloist.config import RunConfig, build_config
+from soloist.config_files import (
     apply_overrides,
-    build_config,
     describe_fields,
     dump_config,
     load_config,

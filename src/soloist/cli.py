@@ -20,7 +20,8 @@ from importlib.metadata import version
 from itertools import islice
 from typing import NoReturn
 
-from soloist.config import RunConfig, describe_fields, dump_config, load_config, packaged_recipes
+from soloist.config import RunConfig
+from soloist.config_files import describe_fields, dump_config, load_config, packaged_recipes
 from soloist.errors import RunError, UserError
 from soloist.report.text import one_sentence, printable
 

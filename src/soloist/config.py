@@ -1,18 +1,14 @@
-"""The whole config tree: TOML files, packaged recipes and dotted overrides become one checked `RunConfig`.
+"""The whole config tree: a raw mapping becomes one checked `RunConfig`. Files and overrides: `config_files.py`.
 
-Imports without torch. Unknown keys, wrong types and combinations that can't work are refused here, before anything
-starts, with the field, the value found, what was expected and the remedy. Field comments say effect, unit and
-off-value; `soloist config --help` prints them.
+Imports without torch. Unknown keys, wrong types and combinations that can't work are refused here, with the field, the
+value found, what was expected and the remedy. Field comments say effect, unit and off-value.
 """
 
 from __future__ import annotations
 
-import tomllib
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from soloist.errors import UserError
@@ -119,19 +115,19 @@ class RolloutConfig(Section):
 class SftConfig(Section):
     """Supervised stage on demonstrations that are mixed on purpose."""
 
-    steps: NotNegative = 600
+    steps: NotNegative = 500
     """Optimizer steps; 0 skips the stage and trains from the model as it is."""
     batch_size: Positive = 64
     """Demonstrations in a step."""
-    lr: Rate = 2e-3
+    lr: Rate = 3e-3
     """Peak learning rate: linear warm-up, then cosine decay to a tenth."""
     warmup_steps: NotNegative = 30
     """Steps of linear warm-up."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """AdamW decay."""
-    good: Share = 0.5
+    good: Share = 0.4
     """Share of demonstrations that use the tool and copy the problem correctly."""
-    miscopied: Share = 0.3
+    miscopied: Share = 0.35
     """Share that calls the tool on a wrongly copied problem; the rest guesses without a tool."""
     threads: Positive = 2
     """CPU threads of this stage (nothing else runs beside it)."""
@@ -370,53 +366,9 @@ def _contradictions(c: RunConfig) -> list[tuple[bool, str]]:
         (
             c.health.stall_report_seconds > c.health.stall_limit_seconds,
             f"health.stall_report_seconds = {c.health.stall_report_seconds:g} exceeds stall_limit_seconds = "
-            f"{c.health.stall_limit_seconds:g}; a stall must be reported before it ends the run",
+            f"{c.health.stall_limit_seconds:g}; report a stall before it ends the run",
         ),
     ]
-
-
-def packaged_recipes() -> dict[str, Path]:
-    """Recipes that come with the package, by name."""
-    folder = Path(str(resources.files("soloist") / "recipes"))
-    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
-
-
-def read_recipe(name: str) -> dict[str, Any]:
-    """Raw TOML of a packaged recipe (by name) or of a file (by path). Raises UserError."""
-    recipes = packaged_recipes()
-    path = recipes.get(name, Path(name))
-    if not path.is_file():
-        raise UserError(
-            f"recipe '{name}' is neither a packaged recipe ({', '.join(recipes)}) nor a file; "
-            "give one of those or a path"
-        )
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not a TOML file: {error}") from error
-
-
-def apply_overrides(raw: dict[str, Any], overrides: dict[str, str]) -> dict[str, Any]:
-    """Set dotted keys (`policy.lr` → `3e-4`) in a raw config; values are TOML, else text. Raises UserError."""
-    merged = dict(raw)
-    for dotted, text in overrides.items():
-        *sections, key = dotted.split(".")
-        node = merged
-        for section in sections:
-            found = node.get(section) or {}
-            if not isinstance(found, dict):
-                raise UserError(f"--{dotted}: '{section}' holds {found!r} and is no section; name a key of a section")
-            node[section] = dict(found)
-            node = node[section]
-        node[key] = _toml_value(text)
-    return merged
-
-
-def _toml_value(text: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
 
 
 def build_config(raw: dict[str, Any], source: str) -> RunConfig:
@@ -447,30 +399,3 @@ def _fields_of(dotted: str) -> list[str]:
             return []
         section = annotation
     return list(section.model_fields)
-
-
-def load_config(name: str, overrides: dict[str, str] | None = None) -> RunConfig:
-    """A recipe with overrides, checked. The run's name defaults to the recipe's. Raises UserError."""
-    raw = read_recipe(name)
-    raw.setdefault("name", Path(name).stem)
-    return build_config(apply_overrides(raw, overrides or {}), source=name)
-
-
-def dump_config(config: RunConfig) -> str:
-    """The resolved config as TOML; reading it back gives the same config."""
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
-
-
-def describe_fields() -> list[tuple[str, str, str]]:
-    """All keys as (dotted name, default, what it does), for `soloist config --help`."""
-    rows: list[tuple[str, str, str]] = []
-
-    def walk(section: type[BaseModel], prefix: str) -> None:
-        for name, field in section.model_fields.items():
-            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-                walk(field.annotation, f"{prefix}{name}.")
-            else:
-                rows.append((prefix + name, repr(field.default), field.description or ""))
-
-    walk(RunConfig, "")
-    return rows

@@ -1,4 +1,4 @@
-"""One step of the learner on rollouts at lag 8, against a float64 loop that is written from methods.md, not from the code.
+"""One step of the learner on rollouts at lag 8, against a float64 loop written from methods.md, not from the code.
 
 With SGD at learning rate 1 a parameter moves by its gradient, so moves are compared. The reference knows nothing of
 packing, micro-batches or masks: it walks over single rollouts, token by token.
@@ -97,8 +97,9 @@ def rollouts_of(model: torch.nn.Module, count: int = 9) -> list[Rollout]:
         rollouts.append(
             Rollout(
                 rollout_id=f"r{index}", task_id=f"t{index}", group_id=f"g{index}", environment="x", state="scored",
-                status="truncated" if index == 4 else "completed", truncated=index == 4, score=float(rng.random() < 0.5),
-                segments=segments, turns=turns, sampling=Sampling(temperature=TEMPERATURE),
+                status="truncated" if index == 4 else "completed", truncated=index == 4,
+                score=float(rng.random() < 0.5), segments=segments, turns=turns,
+                sampling=Sampling(temperature=TEMPERATURE),
             )
         )  # fmt: skip
     return rollouts
@@ -146,7 +147,7 @@ class Reference:
                     parameter -= VALUE_LR * parameter.grad
 
     def advantages(self, rollout: Rollout, bootstrap: float) -> list[float]:
-        values = self.v(rollout).tolist() + [bootstrap]
+        values = [*self.v(rollout).tolist(), bootstrap]
         gamma, lam = self.config.advantage.gamma, max(0.0, 1 - 1 / (1.5 * rollout.action_tokens))
         running, found = 0.0, []
         for t in reversed(range(rollout.action_tokens)):

@@ -190,11 +190,12 @@ class CalculatorEpisode:
 
 
 def miscopy(problem: str, numbers: random.Random) -> str:
-    """The problem with one digit or one operator changed; still a problem of the grammar."""
-    places = [i for i, character in enumerate(problem) if character.isdigit() or character in OPERATORS]
-    place = numbers.choice(places)
-    if problem[place].isdigit():
-        return _replace_digit(problem, place, numbers)
+    """The problem with one operator misread as another; still a problem of the grammar.
+
+    All mistakes are of one kind on purpose: a wrong digit anywhere would be a small error at each of many tokens, which
+    takes hundreds of rollouts to notice at every single one of them.
+    """
+    place = numbers.choice([i for i, character in enumerate(problem) if character in OPERATORS])
     other = numbers.choice([operator for operator in OPERATORS if operator != problem[place]])
     return problem[:place] + other + problem[place + 1 :]
 

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from soloist.config import RunConfig, build_config, dump_config
+from soloist.config import RunConfig, build_config
+from soloist.config_files import dump_config
 from soloist.errors import UserError
 from soloist.seams import Storage
 
@@ -43,10 +44,12 @@ class RunFolder:
         self._config_file = self.path / "config.resolved.toml"
         self._stages_file = self.path / "stages.json"
 
-    def open(self, config: RunConfig, *, resume: bool) -> None:
-        """Create the folder, or go on in it. Raises UserError when it holds another run."""
+    def open(self, config: RunConfig, *, resume: bool, must_exist: bool = False) -> None:
+        """Create the folder, or go on in it. Raises UserError when it holds another run, or none to resume."""
         if self._config_file.is_file():
             self._check_same_run(config, resume)
+        elif must_exist:
+            raise UserError(f"{self.path} holds no run to resume; leave --resume out, or give its --name")
         self.path.mkdir(parents=True, exist_ok=True)
         staged = self.path / ".config.resolved.toml"
         self._storage.write(staged, dump_config(config).encode())
@@ -81,7 +84,12 @@ class RunFolder:
     def _stages(self) -> dict[str, Any]:
         if not self._stages_file.is_file():
             return {}
-        stages: dict[str, Any] = json.loads(self._stages_file.read_text())
+        try:
+            stages = json.loads(self._stages_file.read_text())
+        except ValueError as error:
+            raise UserError(f"{self._stages_file} is damaged ({error}); delete it and run the stages again") from error
+        if not isinstance(stages, dict):
+            raise UserError(f"{self._stages_file} holds a {type(stages).__name__}, expected an object; delete it")
         return stages
 
     @contextmanager

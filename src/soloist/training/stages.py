@@ -15,8 +15,10 @@ import torch
 
 from soloist.config import RunConfig
 from soloist.engines.pool import EngineSet
+from soloist.environments.registry import build_environment
 from soloist.errors import RunError, UserError
 from soloist.metrics import MetricsLog, mean
+from soloist.models.folders import check_model_folder
 from soloist.models.loading import load_policy
 from soloist.models.tiny import build_tiny
 from soloist.models.value import ValueModel
@@ -60,8 +62,10 @@ def run_stages(
     folder = RunFolder(config)
     context = _Context(config, folder, observer, clock or SystemClock())
     summaries: dict[str, Any] = {}
+    # Models and task files are checked before the folder is marked, so that a corrected retry is not a second run.
+    context.check_inputs()
     with folder.locked():
-        folder.open(config, resume=resume or skip_done)
+        folder.open(config, resume=resume or skip_done, must_exist=resume)
         for stage in stages:
             finished = folder.done(stage)
             if finished is not None and (skip_done or resume):
@@ -83,6 +87,12 @@ class _Context:
         self.observer = observer
         self.clock = clock
         self.storage = Storage()
+
+    def check_inputs(self) -> None:
+        """Raises UserError for a model folder, an environment or a task file that can't work."""
+        if self.config.model.path:
+            check_model_folder(self.folder.base_model)
+        build_environment(self.config.environment, self.config.seed)
 
     def require_base_model(self) -> Path:
         """The base model's folder; a tiny one is built when the config names none."""
@@ -159,6 +169,7 @@ def _train(context: _Context) -> dict[str, Any]:
     if progress["step"] >= context.config.steps:
         raise UserError(f"the run has {progress['step']} steps already; raise steps = {context.config.steps}")
     weights = PublishedWeights(context.folder.weights, model)
+    weights.forget_newer(learner.version)
     reference = learner.publish(weights.folder_of(learner.version))
 
     async def work(bench: Bench) -> dict[str, Any]:

@@ -36,6 +36,13 @@ class PublishedWeights:
             if version <= newest - self._keep:
                 shutil.rmtree(path, ignore_errors=True)
 
+    def forget_newer(self, version: int) -> None:
+        """Remove versions that a resumed run has rolled back: they are not of its lineage."""
+        for path in self._folder.glob("step_*"):
+            number = path.name.removeprefix("step_")
+            if number.isdigit() and int(number) > version:
+                shutil.rmtree(path, ignore_errors=True)
+
     def newest(self) -> Path | None:
         """Folder of the newest complete version, or None."""
         versions = self._versions()
