@@ -2,62 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from soloist.cli import main, split_overrides
-from soloist.config_files import describe_fields, load_config
-from soloist.environments.registry import build_environment
+from soloist.config_files import describe_fields
 from soloist.errors import RunError, UserError
 from soloist.metrics import read_metrics
-from soloist.models.loading import load_policy, load_tokenizer, save_folder
-from soloist.models.tiny import build_tiny
-from soloist.rollout.rendering import build_renderer
 
 COMMANDS = ("sft", "pretrain-value", "train", "eval", "run", "config", "check")
-
-# A run that costs next to nothing, for tests that must go through the stages.
-TINY = """
-steps = 2
-rollouts_per_step = 4
-players = 4
-[model]
-hidden_size = 16
-layers = 1
-heads = 2
-mlp_size = 32
-[engine]
-slots = 4
-[rollout]
-max_new_tokens = 8
-max_tokens = 120
-max_turns = 1
-[sft]
-steps = 2
-batch_size = 2
-threads = 1
-[value_pretraining]
-rollouts = 8
-epochs = 1
-gate = -1e9
-[eval]
-problems = 2
-samples = 1
-"""
-
-
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    """A tiny recipe whose run folder lies in the test's folder."""
-    path = tmp_path / "tiny.toml"
-    path.write_text(f'runs_dir = "{tmp_path / "runs"}"\n{TINY}', encoding="utf-8")
-    return path
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -197,6 +157,50 @@ def test_a_missing_model_folder_is_named(command: str, recipe: Path, capsys: pyt
     assert "model.path" in said
 
 
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def pickled_under_a_good_name(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\x80\x04cos\nsystem\n(S'echo owned'\ntR.")
+
+
+def cut_in_half(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def without_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+@pytest.mark.parametrize("command", ["sft", "train"])
+@pytest.mark.parametrize(
+    ("damage", "parts"),
+    [
+        (pickled, ["pytorch_model.bin", "found pickled weights", "expected model.safetensors", "torch.load"]),
+        (pickled_under_a_good_name, ["model.safetensors", "no complete safetensors", "expected weights", "anew"]),
+        (cut_in_half, ["model.safetensors", "no complete safetensors", "expected weights", "anew"]),
+        (without_config, ["config.json", "found no such file", "expected a Hugging Face folder", "model.path"]),
+    ],
+)
+def test_a_damaged_or_pickled_model_is_refused_before_work_starts(
+    damage: Callable[[Path], None],
+    parts: list[str],
+    command: str,
+    recipe: Path,
+    coin: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """R14: also when `train` goes on from it, and nothing is left behind that a corrected retry would trip over."""
+    folder = recipe.parent / "model"
+    shutil.copytree(coin[0].removeprefix("--model.path="), folder)
+    damage(folder)
+    said = refused(capsys, command, str(recipe), *coin, f"--model.path={folder}")
+    assert [part for part in [str(folder), *parts] if part not in said] == []
+    assert not (recipe.parent / "runs").exists()
+
+
 @pytest.mark.parametrize(
     ("content", "parts"),
     [
@@ -224,29 +228,6 @@ def test_train_without_sft_says_which_command_comes_first(recipe: Path, capsys: 
     assert str(recipe.parent / "runs") in said
 
 
-@pytest.fixture
-def coin(recipe: Path) -> list[str]:
-    """Options for a model that answers 1+1 with 2 or 3, each half of the time: enough for a critic to be judged."""
-    config = load_config(str(recipe))
-    folder = build_tiny(config.model, 0, recipe.parent / "coin")
-    model, tokenizer = load_policy(folder), load_tokenizer(folder)
-    rendering, environment = build_renderer(tokenizer, "auto"), build_environment(config.environment, 0)
-    tools = environment.demonstration(0).tools
-    said = [[{"role": "user", "content": "1+1"}, {"role": "assistant", "content": answer}] for answer in "23"]
-    ids, sampled = zip(*(rendering.training_tokens(messages, tools) for messages in said), strict=True)
-    labels = torch.where(torch.tensor(sampled), torch.tensor(ids), -100)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    for _ in range(60):
-        optimizer.zero_grad()
-        model(input_ids=torch.tensor(ids), labels=labels).loss.backward()
-        optimizer.step()
-    save_folder(model, tokenizer, recipe.parent / "model")
-    tasks = recipe.parent / "tasks.jsonl"
-    tasks.write_text('{"problem": "1+1", "answer": 2}\n', encoding="utf-8")
-    rollouts = ["--value_pretraining.rollouts=64", "--value_pretraining.holdout=0.5"]
-    return [f"--model.path={recipe.parent / 'model'}", f"--environment.tasks={tasks}", "--sft.steps=0", *rollouts]
-
-
 SWITCHED_ON = [
     "--shuffle_rewards=true", "--advantage.whiten=true", "--advantage.bootstrap_truncated=true",
     "--deterministic=true", "--max_staleness=0",
@@ -265,6 +246,10 @@ def test_two_steps_with_every_switch_on_end_in_a_summary(
     assert (folder / "reward.png").is_file()
     assert "sample: calculator/line/1" in said
     assert "--resume" in refused(capsys, "train", str(recipe), *coin, *SWITCHED_ON)
+    assert main(["train", str(recipe), *coin, *SWITCHED_ON, "--resume"]) == 0
+    assert "train is done already, skipped" in capsys.readouterr().out
+    assert main(["train", str(recipe), *coin, *SWITCHED_ON, "--resume", "--steps=3"]) == 0
+    assert [record["step"] for record in read_metrics(folder / "metrics.jsonl", stage="train")] == [0, 1, 2]
 
 
 def test_an_interrupted_stage_says_how_to_go_on(recipe: Path) -> None:
@@ -337,7 +322,7 @@ def test_the_second_signal_stops_at_once(number: signal.Signals) -> None:
         process.send_signal(number)
         out, err = process.communicate(timeout=30)
     assert "clean\n" not in out
-    assert err.endswith("stopped at once\n")
+    assert err.endswith("stopped at once; the same command with --resume goes on\n")
     assert process.returncode == 130
 
 

@@ -227,7 +227,7 @@ def _count_signals(reader: int) -> None:
         stops += numbers.count(signal.SIGINT)
         terms += numbers.count(signal.SIGTERM)
         if max(stops, terms) > 1:
-            _say_at_once(b"soloist: stopped at once\n")
+            _say_at_once(b"soloist: stopped at once; the same command with --resume goes on\n")
             # No cleaning up: children end when they see that their parent is gone, and the ledger survives a kill.
             os._exit(INTERRUPTED)
         if first and (stops or terms):

@@ -59,7 +59,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "time/update_value": ("s", "the K value updates"),
     "time/update_policy": ("s", "advantages and policy update"),
     "time/commit": ("s", "writing the step into the ledger"),
-    "time/checkpoint": ("s", "writing a checkpoint"),
+    "time/checkpoint": ("s", "writing the checkpoint after the step before"),
     "trainer/idle_ratio": ("share", "part of the step in which the learner waited for rollouts"),
     "rollouter/idle_ratio": ("share", "part of the step in which the engines computed nothing"),
     "perf/tokens_per_s": ("tokens/s", "tokens sampled by the engines"),

@@ -195,6 +195,19 @@ async def test_after_a_crash_a_fresh_child_has_the_weights_and_goes_on(
     assert health.tokens >= tokens + LONG
 
 
+async def test_a_load_that_meets_a_hung_child_reaches_the_fresh_one(engine: LocalEngine, weights: WeightsRef) -> None:
+    """R6: one hung engine never stops training, not even when the learner publishes to it."""
+    pid = engine.child_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    engine.request_seconds = 0.5
+    await engine.load(WeightsRef(path=weights.path, version=6, sha256=weights.sha256))
+    engine.request_seconds = CONFIG.request_seconds
+    assert (engine.version, engine.restarts) == (6, 2)
+    assert engine.child_pid != pid
+    assert versions(await engine.generate(ask("after the load"))) == {6}
+
+
 async def test_a_hung_child_costs_a_deadline_and_its_end_is_told_to_everybody(engine: LocalEngine) -> None:
     """R6, RB-115: SIGSTOP with the restarts spent; errors come at the deadline, nobody waits for ever."""
     pid, engine.restarts = engine.child_pid, CONFIG.restarts

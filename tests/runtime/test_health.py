@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from soloist.runtime.health import DelayHistogram, EventLoopDelay, WorkerThread
+from soloist.runtime.health import DelayHistogram, EventLoopDelay, WorkerThread, reported_wait
 
 
 @given(st.lists(st.floats(1e-5, 100.0), min_size=1, max_size=300), st.sampled_from([0.5, 0.9, 0.99, 1.0]))
@@ -105,3 +105,24 @@ async def test_the_event_loop_goes_on_while_the_worker_works() -> None:
     release.set()
     assert await work is True
     await worker.close()
+
+
+async def test_a_long_wait_is_reported_again_and_again_and_a_short_one_never() -> None:
+    said: list[float] = []
+    three = asyncio.Event()
+
+    def report(waited: float) -> None:
+        said.append(waited)
+        if len(said) == 3:
+            three.set()
+
+    async with reported_wait(report, every_s=0.01):
+        await asyncio.wait_for(three.wait(), 10)
+    assert said == sorted(said)
+    assert said[0] >= 0.009
+    async with reported_wait(report, every_s=1000):
+        await asyncio.sleep(0)
+    assert len(said) == 3
+    assert [
+        task for task in asyncio.all_tasks() if task.get_name() == "report of a wait" and not task.cancelling()
+    ] == []

@@ -1,4 +1,4 @@
-"""Two small things that keep the event loop honest: a gauge of its delay and a thread for work that would block it.
+"""What keeps the event loop honest: a gauge of its delay, a thread for work that would block it, a voice for waits.
 
 Guarantees: the gauge's memory is constant however long it runs; a `WorkerThread` runs its calls one after the other in
 one thread, in the order in which they were asked for.
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import ParamSpec, TypeVar
 
 from soloist.seams import Clock, SystemClock
@@ -105,3 +106,26 @@ class WorkerThread:
         """Let the calls under way end, then end the thread. Safe to call twice."""
         # In another thread, because waiting for the calls under way would block the loop.
         await asyncio.to_thread(self._executor.shutdown, True)
+
+
+@asynccontextmanager
+async def reported_wait(
+    report: Callable[[float], None], every_s: float, clock: Clock | None = None
+) -> AsyncIterator[None]:
+    """Call `report(seconds so far)` every `every_s` seconds while the block waits; a short wait says nothing.
+
+    Example: `async with reported_wait(lambda s: note(f"no weights for {s:.0f} s"), 30): await engines.load(weights)`.
+    """
+    clock = clock or SystemClock()
+    began = clock.monotonic()
+
+    async def speak() -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            report(clock.monotonic() - began)
+
+    speaker = asyncio.create_task(speak(), name="report of a wait")
+    try:
+        yield
+    finally:
+        speaker.cancel()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 
@@ -36,3 +38,27 @@ class SilentObserver:
 
     def note(self, text: str) -> None:
         """Ignored."""
+
+
+class _Notes(logging.Handler):
+    """Hands log records to an observer."""
+
+    def __init__(self, observer: Observer) -> None:
+        super().__init__(logging.WARNING)
+        self._observer = observer
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """One record, one note."""
+        self._observer.note(record.getMessage())
+
+
+@contextmanager
+def log_as_notes(observer: Observer) -> Iterator[None]:
+    """While the context lasts, warnings and errors that the package logs (a crashed engine) are notes too."""
+    # Rooms below know no observer; without a handler Python would print their lines across the display.
+    handler, logger = _Notes(observer), logging.getLogger("soloist")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)

@@ -29,7 +29,7 @@ from soloist.models.value import ValueModel
 from soloist.rollout.play import EpisodePlayer, new_rollout
 from soloist.rollout.rendering import Rendering, build_renderer
 from soloist.runtime.buffer import RolloutBuffer
-from soloist.runtime.health import EventLoopDelay
+from soloist.runtime.health import EventLoopDelay, reported_wait
 from soloist.runtime.ledger import Ledger
 from soloist.runtime.places import Lease
 from soloist.seams import Clock
@@ -131,7 +131,6 @@ class Run:
     observer: Observer
     _noted: Metrics = field(default_factory=dict)
     _engine_before: tuple[float, int] = (0.0, 0)
-    history: list[Metrics] = field(default_factory=list)
 
     async def started(self, lease: Lease) -> Rollout:
         """An empty record for a lease, with its engine, on record as running."""
@@ -182,14 +181,19 @@ class Run:
         reference = await self.learner.publish(self.weights.folder_of(version))
         if reference.version != version:
             raise RunError(f"the learner published version {reference.version}, but step {version} was due")
-        await self.engines.load(reference)
+
+        def report(waited: float) -> None:
+            self.observer.note(
+                f"not all engines have loaded version {version} after {waited:.1f} s: {self.buffer.report()}"
+            )
+
+        async with reported_wait(report, self.config.health.stall_report_seconds, self.clock):
+            await self.engines.load(reference)
         self.weights.forget_old(version)
         self.buffer.wake()
 
     async def record(self, step: int, rollouts: list[Rollout]) -> None:
         """Write the step's metrics and, when due, a checkpoint."""
-        if (step + 1) % self.config.checkpoint_every == 0 or step + 1 == self.config.steps:
-            await self.stopwatch.timed("checkpoint", self.checkpoint(step + 1))
         metrics = rollout_metrics(rollouts, step, self.clock.now()) | self._noted | self.buffer.step_metrics()
         lap, seconds = self.stopwatch.read()
         metrics |= {f"time/{name}": value for name, value in seconds.items()}
@@ -200,8 +204,11 @@ class Run:
         if step == self.first_step:
             for warning in warnings_of(rollouts, metrics):
                 self.observer.note(f"warning: {warning}")
-        self.history.append(metrics)
         self._noted = {}
+        # Last, since a step that a checkpoint holds is not trained again: killed before this line, it would be missing
+        # from the metrics. The price is that the checkpoint's time stands in the next step's record.
+        if (step + 1) % self.config.checkpoint_every == 0 or step + 1 == self.config.steps:
+            await self.stopwatch.timed("checkpoint", self.checkpoint(step + 1))
 
     def _speeds(
         self, lap: float, seconds: dict[str, float], rollouts: list[Rollout], health: dict[str, EngineHealth]

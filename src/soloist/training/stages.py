@@ -1,7 +1,8 @@
 """The stages of a run, in order and resumable: sft → pretrain-value → train → eval. `cli.py` calls `run_stages`.
 
 A stage is done when its summary is in `stages.json`. `run` skips those that are done; a single stage that is done is
-refused unless resumed. Every stage reads only what the stages before it left in the run folder.
+refused unless resumed. With more `steps` than before, a resumed run trains on and is evaluated anew. Every stage reads
+only what the stages before it left in the run folder.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from soloist.config import RunConfig
 from soloist.engines.pool import EngineSet
 from soloist.environments.registry import build_environment
 from soloist.errors import RunError, UserError
-from soloist.metrics import MetricsLog, mean
+from soloist.metrics import MetricsLog, mean, read_metrics
 from soloist.models.folders import check_model_folder
 from soloist.models.loading import load_policy
 from soloist.models.tiny import build_tiny
@@ -31,7 +32,7 @@ from soloist.training.checkpoint import Checkpoints
 from soloist.training.evaluation import evaluate, play_tasks
 from soloist.training.learner_thread import LearnerThread
 from soloist.training.loop import train
-from soloist.training.observer import Observer
+from soloist.training.observer import Observer, log_as_notes
 from soloist.training.pretrain_value import ValuePretraining, store_rollouts, stored_rollouts
 from soloist.training.run_folder import RunFolder
 from soloist.training.setup import Bench, Run, build_learner, build_rendered, open_bench, probe_parity
@@ -64,11 +65,11 @@ def run_stages(
     summaries: dict[str, Any] = {}
     # Models and task files are checked before the folder is marked, so that a corrected retry is not a second run.
     context.check_inputs()
-    with folder.locked():
+    with folder.locked(), log_as_notes(observer):
         folder.open(config, resume=resume or skip_done, must_exist=resume)
         for stage in stages:
             finished = folder.done(stage)
-            if finished is not None and (skip_done or resume):
+            if finished is not None and (skip_done or resume) and _has_all_steps(stage, finished, config):
                 observer.note(f"{stage} is done already, skipped")
                 summaries[stage] = finished
                 continue
@@ -76,6 +77,12 @@ def run_stages(
             folder.mark_done(stage, summaries[stage])
             observer.stage_finished(stage, summaries[stage])
     return summaries
+
+
+def _has_all_steps(stage: str, finished: dict[str, Any], config: RunConfig) -> bool:
+    """Whether a finished stage still is what is asked for: a resumed run may ask for more steps than it had."""
+    reached = {"train": "steps", "eval": "version"}.get(stage)
+    return reached is None or int(finished.get(reached, 0)) >= config.steps
 
 
 class _Context:
@@ -166,17 +173,22 @@ def _train(context: _Context) -> dict[str, Any]:
         progress = found[1].pop("progress")[1]
         learner.load_state(found[1])
         context.observer.note(f"train goes on at step {progress['step']}")
-    if progress["step"] >= context.config.steps:
-        raise UserError(f"the run has {progress['step']} steps already; raise steps = {context.config.steps}")
+    if progress["step"] > context.config.steps:
+        raise UserError(
+            f"{context.folder.path} has {progress['step']} steps already, found steps = {context.config.steps}; give "
+            "at least as many, or choose another --name"
+        )
     weights = PublishedWeights(context.folder.weights, model)
     weights.forget_newer(learner.version)
     reference = learner.publish(weights.folder_of(learner.version))
 
-    async def work(bench: Bench) -> dict[str, Any]:
-        return await _train_with(context, bench, LearnerThread(learner), checkpoints, weights, progress)
+    async def work(bench: Bench) -> None:
+        await _train_with(context, bench, LearnerThread(learner), checkpoints, weights, progress)
 
-    summary: dict[str, Any] = _with_bench(context, model, reference, work)
-    return summary
+    # A run that died between its last checkpoint and its mark has nothing left to train.
+    if progress["step"] < context.config.steps:
+        _with_bench(context, model, reference, work)
+    return _train_summary(context)
 
 
 async def _train_with(
@@ -186,7 +198,7 @@ async def _train_with(
     checkpoints: Checkpoints,
     weights: PublishedWeights,
     progress: dict[str, Any],
-) -> dict[str, Any]:
+) -> None:
     config, clock = context.config, context.clock
     first_step = int(progress["step"])
     error = await probe_parity(bench, learner, config, clock)
@@ -231,7 +243,6 @@ async def _train_with(
     finally:
         await ledger.close()
         await learner.close()
-    return _train_summary(run)
 
 
 class _Aborts:
@@ -247,17 +258,21 @@ class _Aborts:
         task.add_done_callback(self._tasks.discard)
 
 
-def _train_summary(run: Run) -> dict[str, Any]:
+def _train_summary(context: _Context) -> dict[str, Any]:
+    # From the disk, so that a run that was resumed is summed up whole; what was trained again counts as trained last.
+    records = {record["step"]: record for record in read_metrics(context.folder.metrics, "train")}
+    last: dict[str, Any] = records.get(context.config.steps - 1, {})
+
     def average(name: str) -> float | None:
-        return mean(value for metrics in run.history if (value := metrics.get(name)) is not None)
+        return mean(record.get(name) for record in records.values())
 
     return {
-        "steps": run.config.steps,
-        "reward": run.history[-1].get("reward/mean"),
+        "steps": context.config.steps,
+        "reward": last.get("reward/mean"),
         "mean_staleness": average("off_policy/staleness/mean"),
         "spanning_fraction": average("off_policy/spanning_frac"),
         "masked_frac": average("dis/masked_frac"),
-        "loop_delay_p99_ms": run.delay.p99_ms(),
+        "loop_delay_p99_ms": last.get("loop/delay_p99_ms"),
     }
 
 

@@ -2,7 +2,7 @@
 
 Who waits for what:
     caller of `generate`   waits for its answer, at most `request_seconds`, queueing and restarts included
-    caller of `load`       waits for the swap, at most `request_seconds`; loads go one at a time
+    caller of `load`       waits for the swap, `request_seconds` for each child that it takes; loads go one at a time
     supervisor (one task)  reads replies; when the child is gone it starts another one and hands the work over
     probe (task on demand) asks a child that missed a deadline for a sign of life, and kills it when there is none
 
@@ -95,7 +95,7 @@ class LocalEngine:
         self._clock = clock or SystemClock()
         self._child: Child | None = None
         self._supervisor: asyncio.Task[None] | None = None
-        self._probe: asyncio.Task[None] | None = None
+        self._probe: asyncio.Task[bool] | None = None
         self._closed = False
         self._desk = Desk(name, vocab_size)
         self._swapping = asyncio.Lock()
@@ -132,7 +132,8 @@ class LocalEngine:
         except FrameError as error:
             raise RolloutError("engine", f"request {request.request_id}: {error}") from error
         except TimeoutError as error:
-            self._suspect()
+            if self._child:
+                self._suspect(self._child)
             waited = self._clock.monotonic() - began
             raise RolloutError(
                 "engine",
@@ -160,15 +161,26 @@ class LocalEngine:
             if self._child:
                 self._child.send(Load(weights=weights))
             try:
-                async with asyncio.timeout(self.request_seconds):
-                    await answer
-            except TimeoutError as error:
-                self._suspect()
-                raise RunError(
-                    f"engine '{self.name}' did not load version {weights.version} within engine.request_seconds = "
-                    f"{self.request_seconds:g}; raise it if the weights are that large"
-                ) from error
+                await self._loaded(answer, weights.version)
+            finally:
+                # Whoever gave up is not waited for: a fresh child is handed only loads that somebody awaits.
+                answer.cancel()
             fault_point("engine:load:after")
+
+    async def _loaded(self, answer: asyncio.Future[None], version: int) -> None:
+        """Wait for a load. A child that hangs or dies meanwhile is replaced, and the fresh one has the same time."""
+        while True:
+            child = self._child
+            await asyncio.wait([answer], timeout=self.request_seconds)
+            if answer.done():
+                return answer.result()
+            # Restarts are bounded and each has a deadline, so this ends: with the load, or with the engine's loss.
+            if child is None or self._child is not child or await self._hangs(child):
+                continue
+            raise RunError(
+                f"engine '{self.name}' did not load version {version} within engine.request_seconds = "
+                f"{self.request_seconds:g}; raise it if the weights are that large"
+            )
 
     async def abort(self, rollout_ids: list[str] | None = None) -> None:
         """End the requests of these rollouts (all when None) with finish reason `abort`."""
@@ -252,7 +264,7 @@ class LocalEngine:
             self._child = None
             # From here on nothing is sent; requests that arrive wait on the desk.
             words = await child.end(EXIT_SECONDS)
-            _log.error("engine '%s' lost its %s; %d requests wait", self.name, words, len(self._desk))
+            _log.error("engine '%s': %s; %d requests wait", self.name, words, len(self._desk))
             self._desk.child_gone()
             fresh = await self._replace(words)
             if fresh is None:
@@ -280,8 +292,13 @@ class LocalEngine:
                 continue
             # No await between these lines, so no request is sent twice or missed.
             self._child = child
-            for order in self._desk.hand_over():
+            orders = self._desk.hand_over()
+            for order in orders:
                 child.send(order)
+            _log.warning(
+                "engine '%s': child %d took over at version %d, orders handed on: %d; restart %d of %d",
+                self.name, child.pid, self.version, len(orders), self.restarts, self._config.restarts,
+            )  # fmt: skip
             return child
         self.lost = f"engine '{self.name}' is lost after {self.restarts} restarts: {words}"
         _log.error("%s", self.lost)
@@ -305,12 +322,22 @@ class LocalEngine:
             return False
         return True
 
-    def _suspect(self) -> None:
+    def _suspect(self, child: Child) -> asyncio.Task[bool]:
         """A deadline passed: find out whether the child hangs, without keeping anybody waiting."""
-        if self._child and (self._probe is None or self._probe.done()):
-            self._probe = asyncio.create_task(self._kill_if_hung(self._child), name=f"probe of engine {self.name}")
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.create_task(self._kill_if_hung(child), name=f"probe of engine {self.name}")
+        return self._probe
 
-    async def _kill_if_hung(self, child: Child) -> None:
-        if not await self._ping(child, self.request_seconds):
-            _log.error("engine '%s': child %d gives no sign of life; killing it", self.name, child.pid)
-            child.kill()
+    async def _hangs(self, child: Child) -> bool:
+        """Whether the child gave no sign of life, and was killed."""
+        probe = self._suspect(child)
+        await asyncio.wait([probe])
+        # `close` cancels the probe; its caller is not cancelled and must not end as if it were.
+        return not probe.cancelled() and probe.result()
+
+    async def _kill_if_hung(self, child: Child) -> bool:
+        if await self._ping(child, self.request_seconds):
+            return False
+        _log.error("engine '%s': child %d gives no sign of life; killing it", self.name, child.pid)
+        child.kill()
+        return True
