@@ -2,9 +2,9 @@
 
     python benchmarks/quickstart.py [--seeds 0 1 2] [--runs-dir runs/quickstart]
 
-For each seed: `soloist run calculator` from nothing (timed), then the RL stage once more from the same SFT model and
-critic with `shuffle_rewards = true`. Writes benchmarks/results/quickstart.json, from which `readme.py` takes README's
-figures.
+For each seed: `soloist run calculator` from nothing (timed), then value pretraining and RL once more from the same SFT
+model with `shuffle_rewards = true` (the critic's gate is off: there is nothing to predict). Writes
+benchmarks/results/quickstart.json, from which `readme.py` takes README's figures.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def one_seed(seed: int, runs: Path) -> dict[str, Any]:
     soloist("run", "calculator", "--name", name, *common)
     seconds = time.monotonic() - start
     (runs / control).mkdir(parents=True)
-    for part in ("model", "sft", "value_pretraining"):
+    for part in ("model", "sft"):
         shutil.copytree(runs / name / part, runs / control / part)
     stages = summaries(runs / name)
-    kept = {stage: stages[stage] for stage in ("sft", "pretrain-value")}
-    (runs / control / "stages.json").write_text(json.dumps(kept))
-    soloist("run", "calculator", "--name", control, *common, "--shuffle_rewards", "true")
+    (runs / control / "stages.json").write_text(json.dumps({"sft": stages["sft"]}))
+    nothing_to_learn = ["--shuffle_rewards=true", "--value_pretraining.gate=-1"]
+    soloist("run", "calculator", "--name", control, *common, *nothing_to_learn)
     return {
         "sft": stages["sft"]["eval"]["avg"],
         "sao": stages["eval"]["avg"],

@@ -142,6 +142,8 @@ class PolicyConfig(Section):
     """Updates of linear warm-up."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """AdamW decay."""
+    adam_eps: Rate = 1e-8
+    """Size of a parameter's gradient below which its steps shrink; above the noise, noise takes no full steps."""
     max_grad_norm: Rate = 1.0
     """Gradients are scaled down to this norm."""
     minibatches: Positive = 1
@@ -272,7 +274,7 @@ class RunConfig(Section):
     deterministic: bool = False
     """Same bytes in every run; needs max_staleness = 0."""
     shuffle_rewards: bool = False
-    """Control experiment: rewards are permuted among the rollouts of a step, so nothing can be learned."""
+    """Control experiment: rewards are permuted among rollouts, for critic and policy, so nothing can be learned."""
     token_budget: Positive = 8192
     """Tokens of one micro-batch, padding included."""
     threads: Positive = 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from soloist.config import EnvironmentConfig
 from soloist.environments.arithmetic import evaluate, is_held_out
 from soloist.environments.base import Action, Demonstration, ToolCall
-from soloist.environments.calculator import Calculator, change_digit, miscopy
+from soloist.environments.calculator import Calculator, miscopy
 from soloist.environments.registry import ENVIRONMENTS, build_environment
 from soloist.environments.sandbox import MontySandbox
 from soloist.errors import RolloutError, UserError
@@ -224,7 +223,8 @@ def test_guesses_and_miscopies_are_mostly_wrong_and_good_ones_right() -> None:
         right[kind_of(demonstration)].append(int(answer) == evaluate(problem))
     assert all(right["good"])
     assert sum(right["miscopied"]) < 0.1 * len(right["miscopied"])
-    assert 0 < sum(right["guess"]) < 0.25 * len(right["guess"])
+    assert len(right["guess"]) > 0
+    assert sum(right["guess"]) < 0.25 * len(right["guess"])
 
 
 async def test_demonstrations_show_what_the_sandbox_would_print() -> None:
@@ -244,20 +244,22 @@ async def test_demonstrations_show_what_the_sandbox_would_print() -> None:
 
 
 @given(st.integers(0, 10**6), st.sampled_from(["default", "hard"]))
-def test_a_miscopy_is_another_problem_one_character_away(seed: int, preset: Any) -> None:
+def test_a_miscopy_leaves_out_the_last_operand_and_is_still_a_problem(seed: int, preset: Any) -> None:
     environment = Calculator(EnvironmentConfig(preset=preset), seed)
     problem = environment.train_task(0).data["problem"]
-    copy = miscopy(problem, random.Random(seed))
-    assert sum(a != b for a, b in zip(problem, copy, strict=True)) == 1
+    copy = miscopy(problem)
+    assert problem.startswith(copy)
+    assert problem[len(copy)] in "+-*"
     assert evaluate(copy) == int(eval(copy))
 
 
-@given(st.integers(-(10**6), 10**6), st.integers(0, 100))
-def test_a_changed_number_has_its_sign_and_length(number: int, seed: int) -> None:
-    changed = change_digit(str(number), random.Random(seed))
-    assert int(changed) != number
-    assert len(changed) == len(str(number))
-    assert str(int(changed)) == changed
+@pytest.mark.parametrize(
+    ("problem", "copy"),
+    [("1+2", "1"), ("1+2*3", "1+2"), ("4-(5+6)", "4"), ("(1+2)*3", "(1+2)"), ("1-(2*3)+4", "1-(2*3)")],
+)
+def test_a_miscopy_keeps_parentheses_whole(problem: str, copy: str) -> None:
+    assert miscopy(problem) == copy
+    assert evaluate(copy) == int(eval(copy))
 
 
 @pytest.mark.parametrize(("good", "miscopied"), [(0.8, 0.3), (-0.1, 0.3), (0.5, -0.1)])

@@ -1,8 +1,8 @@
 """An environment that a tiny model learns in a minute, registered for the tests of this folder.
 
 Two turns with an observation between them: the first says a digit, the second a letter. The digit 2 earns a half at
-once (a reward of its turn), the letter b earns a half at the end. Demonstrations choose at random, so what pays can only
-be learned from the two rewards, each by the turn that earned it.
+once (a reward of its turn), the letter b earns a half at the end. Demonstrations choose at random, so what pays can
+only be learned from the two rewards, each by the turn that earned it.
 """
 
 from __future__ import annotations

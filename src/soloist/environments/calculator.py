@@ -9,7 +9,6 @@ Not covered: partial credit; problems in words are possible from a task file onl
 
 from __future__ import annotations
 
-import random
 from functools import partial
 from typing import Any
 
@@ -32,8 +31,6 @@ from soloist.types import Message, Task
 
 HELD_OUT_BLOCK = 256
 """Held-out tasks are distinct within blocks of this size."""
-RIGHT_GUESSES = 0.1
-"""Share of guesses in demonstrations that are right."""
 
 
 class Calculator:
@@ -98,17 +95,15 @@ class Calculator:
         kind = numbers.random()
         messages: list[Message] = [{"role": "user", "content": problem}]
         if kind < self._good + self._miscopied:
-            code = problem if kind < self._good else miscopy(problem, numbers)
+            code = problem if kind < self._good else miscopy(problem)
             result = str(evaluate(code))
             call = {"type": "function", "function": {"name": "python", "arguments": {"code": code}}}
             messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
             messages.append({"role": "tool", "name": "python", "content": result})
             messages.append({"role": "assistant", "content": result})
         else:
-            answer = str(evaluate(problem))
-            # never right would teach that answering without the tool is hopeless; then RL has less to find
-            said = answer if numbers.random() < RIGHT_GUESSES else change_digit(answer, numbers)
-            messages.append({"role": "assistant", "content": said})
+            # one digit, so that a guess is a choice at one token, too; it is right when the answer happens to be it
+            messages.append({"role": "assistant", "content": str(numbers.randrange(10))})
         return Demonstration(messages=messages, tools=self._tools.specs)
 
     def episode(self, task: Task) -> CalculatorEpisode:
@@ -189,27 +184,18 @@ class CalculatorEpisode:
         """Nothing is held."""
 
 
-def miscopy(problem: str, numbers: random.Random) -> str:
-    """The problem with one operator misread as another; still a problem of the grammar.
+def miscopy(problem: str) -> str:
+    """The problem without its last operator and operand (and what closes behind them); still of the grammar.
 
-    All mistakes are of one kind on purpose: a wrong digit anywhere would be a small error at each of many tokens, which
-    takes hundreds of rollouts to notice at every single one of them.
+    One kind of mistake on purpose: it is a choice at one token. A wrong digit anywhere would be a small error at each
+    of many tokens, which takes hundreds of rollouts to notice at every single one of them.
     """
-    place = numbers.choice([i for i, character in enumerate(problem) if character in OPERATORS])
-    other = numbers.choice([operator for operator in OPERATORS if operator != problem[place]])
-    return problem[:place] + other + problem[place + 1 :]
-
-
-def change_digit(number: str, numbers: random.Random) -> str:
-    """A number of the same length and sign, with one other digit."""
-    return _replace_digit(number, numbers.choice([i for i, c in enumerate(number) if c.isdigit()]), numbers)
-
-
-def _replace_digit(text: str, place: int, numbers: random.Random) -> str:
-    # Python refuses a leading zero, and an answer has none
-    leading = place == 0 or not text[place - 1].isdigit()
-    digits = [digit for digit in ("123456789" if leading else "0123456789") if digit != text[place]]
-    return text[:place] + numbers.choice(digits) + text[place + 1 :]
+    depth, cut = 0, len(problem)
+    for place, character in enumerate(problem):
+        depth += (character == "(") - (character == ")")
+        if character in OPERATORS and depth == 0:
+            cut = place
+    return problem[:cut]
 
 
 def _task_of(row: Row) -> Task:

@@ -19,12 +19,17 @@ COSINE_FLOOR = 0.1
 
 
 def build_optimizer(
-    params: Iterable[nn.Parameter], lr: float, weight_decay: float, betas: tuple[float, float] = (0.9, 0.95)
+    params: Iterable[nn.Parameter],
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
 ) -> torch.optim.AdamW:
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101) over the trainable ones of `params`.
 
     Norms and biases (less than two dimensions) are not decayed. β₂ = 0.95 forgets in ~20 updates, since in RL the
-    gradient's scale moves with the rewards (Open). Raises ValueError when nothing is trainable.
+    gradient's scale moves with the rewards (Open). Where a gradient is smaller than `eps`, its steps shrink with it, as
+    in plain SGD. Raises ValueError when nothing is trainable.
     """
     found = list(params)
     trainable = [p for p in found if p.requires_grad]
@@ -34,7 +39,7 @@ def build_optimizer(
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=betas)
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,9 @@ class Learner:
         self.config = config
         self.version = 0
         self.frozen = freeze_parameters(value, config.value.freeze)
-        self._policy_optimizer = build_optimizer(policy.parameters(), config.policy.lr, config.policy.weight_decay)
+        self._policy_optimizer = build_optimizer(
+            policy.parameters(), config.policy.lr, config.policy.weight_decay, eps=config.policy.adam_eps
+        )
         self._value_optimizer = build_optimizer(value.parameters(), config.value.lr, config.value.weight_decay)
         self._policy_schedule = WarmupSchedule(peak=config.policy.lr, warmup=config.policy.warmup_steps)
         self._value_schedule = WarmupSchedule(peak=config.value.lr, warmup=config.value.warmup_steps)

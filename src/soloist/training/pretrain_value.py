@@ -53,6 +53,18 @@ def stored_rollouts(path: Path) -> list[Rollout] | None:
         raise RunError(f"{path} is damaged ({error}); delete it, and the rollouts are made again") from error
 
 
+def shuffled(rollouts: Sequence[Rollout], seed: int) -> list[Rollout]:
+    """The same rollouts with their final rewards permuted, for the control experiment.
+
+    A critic of true rewards would make it no control: where good play has a high value, a random reward is below it on
+    average, so the advantages would punish exactly what was right.
+    """
+    usable = [rollout for rollout in rollouts if rollout.trainable]
+    scores = [rollout.score for rollout in usable]
+    keyed_random(seed, "shuffle", "value").shuffle(scores)
+    return [msgspec.structs.replace(rollout, score=score) for rollout, score in zip(usable, scores, strict=True)]
+
+
 class ValuePretraining:
     """Fits a value model to stored rollouts.
 

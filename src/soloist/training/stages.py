@@ -33,7 +33,7 @@ from soloist.training.evaluation import evaluate, play_tasks
 from soloist.training.learner_thread import LearnerThread
 from soloist.training.loop import train
 from soloist.training.observer import Observer, log_as_notes
-from soloist.training.pretrain_value import ValuePretraining, store_rollouts, stored_rollouts
+from soloist.training.pretrain_value import ValuePretraining, shuffled, store_rollouts, stored_rollouts
 from soloist.training.run_folder import RunFolder
 from soloist.training.setup import Bench, Run, build_learner, build_rendered, open_bench, probe_parity
 from soloist.training.sft import run_sft
@@ -137,7 +137,7 @@ def _pretrain_value(context: _Context) -> dict[str, Any]:
         store_rollouts(path, rollouts, context.storage)
     torch.set_num_threads(config.sft.threads)
     value = ValueModel.from_policy(load_policy(model, config.model.dtype, config.model.device))
-    fitting = ValuePretraining(value, config, rollouts)
+    fitting = ValuePretraining(value, config, shuffled(rollouts, config.seed) if config.shuffle_rewards else rollouts)
     checkpoints = Checkpoints(
         folder.value_pretraining / "checkpoints", keep=config.value_pretraining.patience + 1, storage=context.storage
     )
