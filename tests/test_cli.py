@@ -326,6 +326,31 @@ def test_the_second_signal_stops_at_once(number: signal.Signals) -> None:
     assert process.returncode == 130
 
 
+LEAVER = """
+import time
+from soloist.cli import interruptible
+try:
+    with interruptible():
+        print("ready", flush=True)
+        time.sleep(60)
+except KeyboardInterrupt:
+    print("exiting", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_while_the_interpreter_exits_is_no_traceback(number: signal.Signals) -> None:
+    with subprocess.Popen([sys.executable, "-c", LEAVER], **PIPES) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.stdout.readline() == "exiting\n"
+        process.send_signal(number)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == -number
+    assert err.endswith("once more stops at once\n")
+
+
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 MASK = """
 import sys, time

@@ -199,7 +199,7 @@ def _print_summary(config: RunConfig) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGTERM acts like Ctrl-C, and the second of either ends the process at once with code 130.
+    """SIGTERM acts like Ctrl-C, and the second of either ends the process at once, with code 130 for a shell.
 
     asyncio turns the first SIGINT into a cancellation of the main task, but only while Python's own handler is in
     place; so signals are counted by a thread that reads the interpreter's wake-up pipe, and the handlers stay.
@@ -212,6 +212,11 @@ def interruptible() -> Iterator[None]:
     counter.start()
     try:
         yield
+    except KeyboardInterrupt:
+        # What is left is to say how to go on and to exit; one more signal then ends the process, without a traceback.
+        before = signal.SIG_DFL
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        raise
     finally:
         signal.set_wakeup_fd(wakeup)
         signal.signal(signal.SIGTERM, before)

@@ -129,8 +129,8 @@ class SftConfig(Section):
     """Share of demonstrations that use the tool and copy the problem correctly."""
     miscopied: Share = 0.35
     """Share that calls the tool on a wrongly copied problem; the rest guesses without a tool."""
-    threads: Positive = 2
-    """CPU threads of this stage (nothing else runs beside it)."""
+    threads: Positive = 1
+    """CPU threads of this stage and of value pretraining. Two gain little on idle cores and lose much on busy ones."""
 
 
 class PolicyConfig(Section):
