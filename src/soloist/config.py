@@ -125,6 +125,8 @@ class SftConfig(Section):
     """Steps of linear warm-up."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """AdamW decay."""
+    max_grad_norm: Rate = 1.0
+    """Gradients are scaled down to this norm."""
     good: Share = 0.4
     """Share of demonstrations that use the tool and copy the problem correctly."""
     miscopied: Share = 0.35

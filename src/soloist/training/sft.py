@@ -62,7 +62,7 @@ def run_sft(
         log_probs_T, _ = action_log_probs(model, rows.input_ids_BL, rows.rows_T, rows.positions_T, temperature=1.0)
         nll = -log_probs_T.mean()
         nll.backward()
-        norm = float(clip_by_global_norm_(model.parameters(), config.policy.max_grad_norm))
+        norm = float(clip_by_global_norm_(model.parameters(), config.sft.max_grad_norm))
         loss = nll.item()
         if not norm < float("inf"):
             raise RunError(f"sft step {step}: loss {loss}, gradient norm {norm}; lower sft.lr = {config.sft.lr}")
