@@ -151,8 +151,17 @@ def test_packaged_recipes_run_on_a_cpu_as_they_are(name: str) -> None:
 
 
 def test_recipes_say_only_what_differs_from_the_defaults() -> None:
-    assert read_recipe("calculator") == {}
-    assert read_recipe("calculator-moe") == {"model": {"family": "qwen3_moe"}}
+    default = RunConfig().model_dump(mode="json")
+    for name in packaged_recipes():
+        raw = read_recipe(name)
+        sections = {key: value for key, value in raw.items() if isinstance(value, dict)}
+        plain = {key: value for key, value in raw.items() if key not in sections}
+        same = [key for key, value in plain.items() if value == default[key]]
+        same += [
+            f"{s}.{key}" for s, keys in sections.items() for key, value in keys.items() if value == default[s][key]
+        ]
+        assert same == [], name
+    assert load_config("calculator-moe").model.family == "qwen3_moe"
     assert load_config("calculator-hard").environment.preset == "hard"
     assert load_config("calculator-hard").engine.max_length >= load_config("calculator-hard").rollout.max_tokens
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from soloist.config_rules import contradictions
 from soloist.errors import UserError
 
 # The ceiling catches slips such as `1e9`, which would otherwise end as an allocation that fails far from its cause.
@@ -184,6 +185,8 @@ class AdvantageConfig(Section):
     """Add γ·V of the state after the last token when a budget cut the rollout."""
     order: Literal["value_first", "advantages_first"] = "value_first"
     """Advantages from the critic after its K updates, or before them."""
+    center: bool = False
+    """Subtract the step's mean advantage, which a lagging critic leaves and which moves all tokens in one direction."""
     whiten: bool = False
     """Scale the policy's advantages to mean 0 and standard deviation 1 over the step."""
 
@@ -301,78 +304,10 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> RunConfig:
-        for broken, sentence in _contradictions(self):
+        for broken, sentence in contradictions(self):
             if broken:
                 raise ValueError(sentence)
         return self
-
-
-def _contradictions(c: RunConfig) -> list[tuple[bool, str]]:
-    """Combinations that can't work or leave a setting unused, each with its remedy."""
-    lag = c.publish_every - 1
-    return [
-        (
-            c.rollouts_per_step % c.group_size != 0,
-            f"rollouts_per_step = {c.rollouts_per_step} is not a multiple of group_size = {c.group_size}; "
-            "a group is trained in one step, so make it a multiple",
-        ),
-        (
-            c.on_stale != "train" and lag > c.max_staleness,
-            f"publish_every = {c.publish_every} makes rollouts {lag} versions old before they start, above "
-            f"max_staleness = {c.max_staleness}; raise max_staleness to {lag} or set on_stale = 'train'",
-        ),
-        (
-            c.deterministic and c.max_staleness != 0,
-            f"deterministic = true needs max_staleness = 0, found {c.max_staleness}; free-running asynchronous "
-            "generation can't promise bits",
-        ),
-        (
-            c.deterministic and c.engine.slots < c.rollouts_per_step,
-            f"deterministic = true gives each rollout of a step its own slot, but engine.slots = {c.engine.slots} < "
-            f"rollouts_per_step = {c.rollouts_per_step}; raise engine.slots",
-        ),
-        (
-            c.deterministic and c.engine.count > 1,
-            f"deterministic = true works with one engine, found engine.count = {c.engine.count}; set it to 1",
-        ),
-        (
-            c.rollout.max_tokens > c.engine.max_length,
-            f"rollout.max_tokens = {c.rollout.max_tokens} exceeds engine.max_length = {c.engine.max_length}; "
-            "raise engine.max_length",
-        ),
-        (
-            c.rollout.max_tokens > c.token_budget,
-            f"rollout.max_tokens = {c.rollout.max_tokens} exceeds token_budget = {c.token_budget}, so one rollout "
-            "would not fit into a micro-batch; raise token_budget",
-        ),
-        (
-            c.sft.good + c.sft.miscopied > 1,
-            f"sft.good + sft.miscopied = {c.sft.good + c.sft.miscopied:g} exceeds 1; the rest is the share of guesses",
-        ),
-        (
-            (c.loss.loss_agg_mode == "fixed-length") != (c.loss.fixed_length > 0),
-            f"loss.fixed_length = {c.loss.fixed_length} with loss_agg_mode = '{c.loss.loss_agg_mode}'; set both "
-            "(mode 'fixed-length' and a length above 0) or neither",
-        ),
-        (
-            c.policy.epochs * c.policy.minibatches > 1 and c.loss.policy_loss == "importance_weighting",
-            f"policy.epochs = {c.policy.epochs} and policy.minibatches = {c.policy.minibatches} reuse rollouts, but "
-            "policy_loss = 'importance_weighting' has no trust region; use 'dis' or 'ppo'",
-        ),
-        (
-            c.policy.minibatches > c.rollouts_per_step,
-            f"policy.minibatches = {c.policy.minibatches} exceeds rollouts_per_step = {c.rollouts_per_step}",
-        ),
-        (
-            c.model.hidden_size % c.model.heads != 0,
-            f"model.hidden_size = {c.model.hidden_size} is not a multiple of model.heads = {c.model.heads}",
-        ),
-        (
-            c.health.stall_report_seconds > c.health.stall_limit_seconds,
-            f"health.stall_report_seconds = {c.health.stall_report_seconds:g} exceeds stall_limit_seconds = "
-            f"{c.health.stall_limit_seconds:g}; report a stall before it ends the run",
-        ),
-    ]
 
 
 def build_config(raw: dict[str, Any], source: str) -> RunConfig:

@@ -170,9 +170,9 @@ class Learner:
             lam=lam,
             bootstrap_R=step.bootstrap_R,
         )
-        return (
-            whiten(advantages_T, torch.ones_like(advantages_T, dtype=torch.bool)) if settings.whiten else advantages_T
-        )
+        if settings.whiten:
+            return whiten(advantages_T, torch.ones_like(advantages_T, dtype=torch.bool))
+        return advantages_T - advantages_T.mean() if settings.center else advantages_T
 
     @torch.no_grad()
     def values(self, micros: Sequence[MicroBatch], tokens: int) -> Tensor:
