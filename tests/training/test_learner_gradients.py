@@ -161,8 +161,10 @@ class Reference:
     ) -> tuple[dict[str, torch.Tensor], float]:
         tokens = sum(r.action_tokens for r in rollouts)
         loss, masked = torch.zeros((), dtype=torch.float64), 0
-        for rollout, bootstrap in zip(rollouts, bootstraps, strict=True):
-            advantages = iter(self.advantages(rollout, bootstrap))
+        found = [self.advantages(rollout, bootstrap) for rollout, bootstrap in zip(rollouts, bootstraps, strict=True)]
+        center = sum(map(sum, found)) / tokens if self.config.advantage.center else 0.0
+        for rollout, own in zip(rollouts, found, strict=True):
+            advantages = iter([advantage - center for advantage in own])
             for segment in rollout.segments:
                 ids = segment.token_ids
                 logits = self.policy(input_ids=torch.tensor([ids]), use_cache=False).logits[0] / TEMPERATURE
@@ -238,6 +240,14 @@ def test_bootstrapping_a_truncated_rollout_takes_the_value_before_the_updates(ba
     moves, _ = one_step(learner, rollouts)
     expected, _ = reference_step(reference, rollouts, bootstraps)
     assert difference(moves, expected) < 2e-5
+
+
+def test_centered_advantages_lose_the_mean_of_the_step(base: Any) -> None:
+    learner, reference, rollouts = build(base, config_for(advantage={"gamma": 0.98, "center": True}))
+    moves, metrics = one_step(learner, rollouts)
+    expected, _ = reference_step(reference, rollouts)
+    assert difference(moves, expected) < 2e-5
+    assert metrics["advantage/mean"] == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize("budget", [60, 200, 100_000])
