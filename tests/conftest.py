@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 
 # Before torch is imported anywhere: tests share few cores, and one thread keeps sums in one order.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# A shell starts background jobs with Ctrl-C ignored, and children inherit that: tests of Ctrl-C would wait for ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from pathlib import Path
 
