@@ -10,8 +10,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# A shell starts background jobs with Ctrl-C ignored, and children inherit that: tests of Ctrl-C would wait for ever.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from pathlib import Path
 
@@ -24,6 +22,9 @@ from soloist.environments.registry import build_environment
 from soloist.models.loading import load_policy, load_tokenizer, save_folder
 from soloist.models.tiny import build_tiny
 from soloist.rollout.rendering import build_renderer
+
+# A shell starts background jobs with Ctrl-C ignored, and children inherit that: tests of Ctrl-C would wait for ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
     "soloist",
