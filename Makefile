@@ -17,9 +17,10 @@ test: .venv/.dev-ready
 check: lint test
 
 lint: .venv/.dev-ready
-	$(BIN)/ruff format --check src tests
-	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/mypy
+	$(BIN)/python benchmarks/readme.py --check
 
 clean:
 	rm -rf .venv
