@@ -7,6 +7,7 @@ Real parts everywhere: engine child, renderer, buffer, ledger, learner. Only the
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,14 @@ def config_for(folder: Path, **changes: Any) -> RunConfig:
     raw: dict[str, Any] = {
         "name": "learns",
         "runs_dir": str(folder),
-        "steps": 40,
+        "steps": 60,
         "environment": {"name": "two-turns"},
         "model": {"hidden_size": 32, "layers": 2, "heads": 2, "mlp_size": 64},
         "engine": {"max_length": 48, "slots": 64},
         "rollout": {"max_new_tokens": 4, "max_tokens": 40, "max_turns": 2},
         "sft": {"steps": 150, "lr": 5e-3, "threads": 1, "batch_size": 32},
         "value_pretraining": {"rollouts": 256, "epochs": 2, "lr": 3e-3, "gate": -1.0},
-        "policy": {"lr": 1.5e-3},
+        "policy": {"lr": 1e-3},
         "value": {"lr": 3e-3},
         "eval": {"problems": 64, "samples": 4},
     }
@@ -50,7 +51,8 @@ def test_both_turns_learn_from_their_own_reward(tmp_path: Path) -> None:
     staleness = [record["off_policy/staleness/max"] for record in steps]
     assert max(staleness) <= config.max_staleness, "the bound holds for every trained rollout"
     assert max(staleness) > 0, "generation ran ahead of training"
-    assert all(record["mismatch_kl/mean"] < 0.1 for record in steps)
+    # The median, since one improbable token makes the mean of its step as large as it likes.
+    assert statistics.median(record["mismatch_kl/mean"] for record in steps) < 0.02
 
     trained = [row for row in read_rollouts(config.folder / "ledger.sqlite") if row.fate == "trained"]
     assert len({row.rollout_id for row in trained}) == len(trained) == config.steps * config.rollouts_per_step
