@@ -30,7 +30,8 @@ def parity() -> ModuleType:
 def test_log_probs_ratios_and_gradients_agree_with_float64(parity: Any, family: str, temperature: float) -> None:
     found = parity.measure(family, temperature, count=6)
 
-    assert found["spanning"] > 0.5 and found["fresh_tokens"] > 10, "loads must fall into the middle of rollouts"
+    assert found["spanning"] > 0.5, "loads must fall into the middle of rollouts"
+    assert found["fresh_tokens"] > 10
     assert found["engine_log_prob"] < 1e-5
     assert found["learner_log_prob"] < 1e-5
     assert found["ratio"] < 1e-5
