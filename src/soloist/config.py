@@ -81,6 +81,8 @@ class RunConfig(Section):
     """Tokens of one micro-batch, padding included."""
     threads: Positive = 1
     """CPU threads of the learner while engines run beside it."""
+    samples: NotNegative = 4
+    """Rollouts of a step stored token by token for the report, of up to 33 steps spread over the run; 0 stores none."""
     model: ModelConfig = ModelConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     engine: EngineConfig = EngineConfig()

@@ -44,6 +44,7 @@ class Rendering:
     def __init__(self, renderer: Any, tokenizer: Any) -> None:
         """`renderer` follows the package's protocol; `tokenizer` is the one that it was made with."""
         self.renderer = renderer
+        self._tokenizer = tokenizer
         self.stop_token_ids: tuple[int, ...] = tuple(i for i in renderer.get_stop_token_ids() if i is not None)
         # fragments of tiny tokenizers are ordinary text, markers look like <this>
         names = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
@@ -55,6 +56,10 @@ class Rendering:
         with _failing_as_renderer():
             safe = self._without_markers(messages)
             return list(self.renderer.render_ids(safe, tools=tools or None, add_generation_prompt=True))
+
+    def text_of(self, token_id: int) -> str:
+        """One token as text, for people; a part of a character shows as its replacement."""
+        return str(self._tokenizer.decode([token_id]))
 
     def parse(
         self, prompt_ids: list[int], completion_ids: list[int], tools: list[dict[str, Any]] | None = None

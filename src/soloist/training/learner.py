@@ -24,7 +24,7 @@ from soloist.algorithms.gradients import clip_by_global_norm_
 from soloist.algorithms.losses import POLICY_LOSSES, metrics_of
 from soloist.algorithms.masked import whiten
 from soloist.algorithms.values import explained_variance, skill, value_loss
-from soloist.config import RunConfig
+from soloist.config import LossConfig, RunConfig
 from soloist.environments.base import keyed_random
 from soloist.errors import RunError
 from soloist.metrics import mean
@@ -33,6 +33,7 @@ from soloist.models.optimizers import WarmupSchedule, build_optimizer, load_opti
 from soloist.models.policy import action_log_probs
 from soloist.models.value import ValueModel, freeze_parameters
 from soloist.training.pack import MicroBatch, StepBatch, micro_batches, minibatches, pack, per_rollout
+from soloist.training.samples import TokenTable, taught
 from soloist.types import Rollout, WeightsRef
 
 Metrics = dict[str, float | None]
@@ -60,6 +61,7 @@ class Learner:
         self._policy_updates = 0
         self._value_updates = 0
         self._step: _Step | None = None
+        self.tokens: TokenTable | None = None
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
@@ -95,6 +97,7 @@ class Learner:
             for members in minibatches(step.batch, self.config.policy.minibatches):
                 updates.append(self._policy_step(step, advantages_T, members, sums))
         self.version += 1
+        self.tokens = step.token_table(advantages_T, self.config.loss)
         self._step = None
         averages = {name: mean(update[name] or 0.0 for update in updates) for name in updates[0]}
         return metrics_of(sums) | averages | _advantage_metrics(advantages_T)
@@ -123,6 +126,7 @@ class Learner:
             loss.backward()
             total += loss.detach()
             sums.append(metrics | {"actor/entropy": entropy_t.detach().sum()})
+        step.note_log_probs(micros, log_probs_T)
         lr = self._policy_schedule.apply(self._policy_optimizer, self._policy_updates)
         norm = self._apply(self.policy, self._policy_optimizer, self.config.policy.max_grad_norm, log_probs_T, step)
         self._policy_updates += 1
@@ -159,6 +163,7 @@ class Learner:
         """Skip-observation GAE with the fresh critic (or, as set, the critic before its updates), shape [T]."""
         settings, batch = self.config.advantage, step.batch
         values_T = step.values_T if step.values_T is not None else self.values(step.micros, batch.tokens)
+        step.values_T = values_T
         lam: float | Tensor | None = settings.lambda_policy
         if lam is None:
             lam = length_adaptive_lambda(batch.lengths_R, settings.length_adaptive_alpha)
@@ -286,7 +291,26 @@ class _Step:
         self.bootstrap_R = torch.zeros(batch.rollouts, device=batch.rewards_T.device)
         self.targets_T = torch.zeros_like(batch.rewards_T)
         self.values_T: Tensor | None = None
+        self.log_probs_T = torch.full_like(batch.rewards_T, torch.nan)
         self._looked = False
+
+    def note_log_probs(self, micros: Sequence[MicroBatch], log_probs_T: Tensor) -> None:
+        """Keep each token's first log-probability of the step; later epochs have moved on."""
+        for micro in micros:
+            first_t = self.log_probs_T[micro.tokens_t]
+            self.log_probs_T[micro.tokens_t] = torch.where(first_t.isnan(), log_probs_T[micro.tokens_t], first_t)
+
+    def token_table(self, advantages_T: Tensor, loss: LossConfig) -> TokenTable:
+        """What the update saw of each token, for the report."""
+        assert self.values_T is not None
+        log_ratio_T = self.log_probs_T - self.batch.rollout_log_probs_T
+        return TokenTable(
+            lengths_R=self.batch.lengths_R.tolist(),
+            log_ratio_T=log_ratio_T,
+            advantages_T=advantages_T,
+            values_T=self.values_T,
+            in_band_T=taught(log_ratio_T, advantages_T, loss),
+        )
 
     def first_look(self, values_T: Tensor) -> Metrics:
         """How well the critic predicted rollouts that it had not trained on yet; only at the first of the K updates."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from soloist.runtime.health import WorkerThread
 from soloist.training.learner import Learner, Metrics, State
+from soloist.training.samples import TokenTable
 from soloist.types import Rollout, WeightsRef
 
 
@@ -29,6 +30,11 @@ class LearnerThread:
     def version(self) -> int:
         """Policy updates so far."""
         return self._learner.version
+
+    @property
+    def tokens(self) -> TokenTable | None:
+        """What the last policy update saw of each token; None before the first."""
+        return self._learner.tokens
 
     async def update_value(self, rollouts: Sequence[Rollout]) -> Metrics:
         """See `Learner.update_value`."""

@@ -39,6 +39,7 @@ from soloist.training.learner import Learner, Metrics
 from soloist.training.learner_thread import LearnerThread
 from soloist.training.observer import Observer
 from soloist.training.run_folder import RunFolder
+from soloist.training.samples import Samples
 from soloist.training.statistics import rollout_metrics, warnings_of
 from soloist.training.stopwatch import Stopwatch
 from soloist.training.weights import PublishedWeights
@@ -125,6 +126,7 @@ class Run:
     weights: PublishedWeights
     checkpoints: Checkpoints
     log: MetricsLog
+    samples: Samples
     stopwatch: Stopwatch
     delay: EventLoopDelay
     clock: Clock
@@ -200,6 +202,8 @@ class Run:
         metrics |= self._speeds(lap, seconds, rollouts, await self.engines.health())
         metrics |= {"loop/delay_p99_ms": self.delay.p99_ms(), "loop/delay_max_ms": self.delay.max_ms()}
         self.log.write("train", step, self.clock.now(), metrics)
+        last = step + 1 == self.config.steps
+        await asyncio.to_thread(self.samples.record, step, rollouts, self.learner.tokens, last=last)
         self.observer.progress("train", step + 1, metrics)
         if step == self.first_step:
             for warning in warnings_of(rollouts, metrics):
@@ -207,7 +211,7 @@ class Run:
         self._noted = {}
         # Last, since a step that a checkpoint holds is not trained again: killed before this line, it would be missing
         # from the metrics. The price is that the checkpoint's time stands in the next step's record.
-        if (step + 1) % self.config.checkpoint_every == 0 or step + 1 == self.config.steps:
+        if (step + 1) % self.config.checkpoint_every == 0 or last:
             await self.stopwatch.timed("checkpoint", self.checkpoint(step + 1))
 
     def _speeds(

@@ -33,8 +33,10 @@ from soloist.training.evaluation import evaluate, play_tasks
 from soloist.training.learner_thread import LearnerThread
 from soloist.training.loop import train
 from soloist.training.observer import Observer, log_as_notes
+from soloist.training.origin import record_origin
 from soloist.training.pretrain_value import ValuePretraining, shuffled, store_rollouts, stored_rollouts
 from soloist.training.run_folder import RunFolder
+from soloist.training.samples import Samples
 from soloist.training.setup import Bench, Run, build_learner, build_rendered, open_bench, probe_parity
 from soloist.training.sft import run_sft
 from soloist.training.stopwatch import Stopwatch
@@ -67,6 +69,7 @@ def run_stages(
     context.check_inputs()
     with folder.locked(), log_as_notes(observer):
         folder.open(config, resume=resume or skip_done, must_exist=resume)
+        record_origin(folder.path, stages, context.clock.now())
         for stage in stages:
             finished = folder.done(stage)
             if finished is not None and (skip_done or resume) and _has_all_steps(stage, finished, config):
@@ -230,6 +233,13 @@ async def _train_with(
             weights=weights,
             checkpoints=checkpoints,
             log=MetricsLog(context.folder.metrics),
+            samples=Samples(
+                context.folder.path,
+                config.samples,
+                bench.rendering.text_of,
+                context.observer.note,
+                first_step=first_step,
+            ),
             stopwatch=Stopwatch(clock, context.folder.timeline),
             delay=delay,
             clock=clock,
