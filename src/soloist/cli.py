@@ -180,12 +180,16 @@ def _check(_: argparse.Namespace, config: RunConfig) -> None:
 
 
 def _report(parsed: argparse.Namespace, overrides: dict[str, str]) -> None:
-    from soloist.report.report import find_run, write_report
-
     runs_dir = Path(overrides.pop("runs_dir", RunConfig().runs_dir))
     if overrides:
         raise UserError(f"a report has no config, found --{next(iter(overrides))}; only --runs_dir is possible")
-    print(f"report: {printable(str(write_report(find_run(parsed.run, runs_dir))))}")
+    _write_report(parsed.run, runs_dir)
+
+
+def _write_report(run: str, runs_dir: Path) -> None:
+    from soloist.report.report import find_run, write_report
+
+    print(f"report: {printable(str(write_report(find_run(run, runs_dir))))}")
 
 
 def _run_stages(parsed: argparse.Namespace, config: RunConfig) -> None:
@@ -203,7 +207,6 @@ def _run_stages(parsed: argparse.Namespace, config: RunConfig) -> None:
         run_stages(config, parsed.stages, resume=parsed.resume, skip_done=parsed.skip_done, observer=observer)
     if "train" in parsed.stages:
         _print_summary(config)
-        print(f"report: {shlex.join(['soloist', 'report', str(config.folder)])}")
 
 
 def _print_summary(config: RunConfig) -> None:
@@ -211,8 +214,9 @@ def _print_summary(config: RunConfig) -> None:
 
     try:
         print("\n" + "\n".join(write_summary(config.folder)))
-    except Exception as error:  # the run is over and on disk; a picture that fails must not make it a failure
-        print(f"soloist: no summary of {config.folder}: {printable(repr(error))}", file=sys.stderr)
+        _write_report(str(config.folder), Path(config.runs_dir))
+    except Exception as error:  # the run is over and on disk; a report that fails must not make it a failure
+        print(f"soloist: no report of {config.folder}: {printable(repr(error))}", file=sys.stderr)
 
 
 @contextmanager

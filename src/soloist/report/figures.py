@@ -7,11 +7,11 @@ Guarantees: pure functions of what was read; a panel without data is None; the t
 from __future__ import annotations
 
 import io
-import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -20,7 +20,7 @@ from matplotlib.ticker import MaxNLocator
 
 from soloist.report.markup import number, percent, table
 from soloist.report.run_files import RunFiles
-from soloist.report.summary import Points, evaluations, series, smooth
+from soloist.report.summary import Points, held_out, series, smooth
 
 INK, QUIET, GRID = "#2b2b2b", "#6b6b6b", "#e4e4e4"
 BLUE, ORANGE, GREEN = "#1b6ca8", "#c8641e", "#3a7d44"
@@ -28,6 +28,8 @@ SIZE = (5.2, 2.9)
 """Inches; small, so that labels stay readable when a phone shows the picture at its width."""
 DPI = 144
 TABLE_ROWS = 12
+AREA: dict[str, Any] = {"color": "#c9d6df"}
+OUTLINE: dict[str, Any] = {"color": BLUE, "histtype": "step", "linewidth": 1.6}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,15 +63,15 @@ class Panel:
 def reward(files: RunFiles) -> Panel | None:
     """Reward by step, with the held-out evaluations at their versions."""
     points = series(files.metrics, "reward/mean")
-    held_out = evaluations(files.metrics)
-    if not points and not held_out:
+    measured = held_out(files.metrics, files.stages)
+    if not points and not measured:
         return None
     figure, axes = new_figure()
     if points:
-        axes.plot(*_xy(points), "o", color=BLUE, alpha=0.3, markersize=3, markeredgewidth=0, label="mean of a step")
+        axes.plot(*_xy(points), "o", color=BLUE, alpha=0.4, markersize=3.5, markeredgewidth=0, label="mean of a step")
         axes.plot(*_xy(smooth(points)), color=BLUE, linewidth=1.8, label="mean of 5 steps")
-    if held_out:
-        versions, values = [version for _, version, _ in held_out], [value for *_, value in held_out]
+    if measured:
+        versions, values = [version for _, version, _ in measured], [value for *_, value in measured]
         axes.plot(versions, values, "D", color=ORANGE, markersize=6, label="held-out evaluation", clip_on=False)
         for version, value in zip(versions, values, strict=True):
             # Inwards and away from the line, which starts at the first and ends at the last diamond.
@@ -84,7 +86,7 @@ def reward(files: RunFiles) -> Panel | None:
         note="Training rewards are of sampled rollouts. An evaluation measures one version, at its place on the axis.",
         alt=f"Reward by policy update: {first} at the first step, {last} at the last.",
         figure=figure,
-        numbers=table(("evaluation", "version", "mean"), [(n, v, f"{x:.4f}") for n, v, x in held_out])
+        numbers=table(("evaluation", "version", "mean"), [(n, v, f"{x:.4f}") for n, v, x in measured])
         + by_step({"reward": points}),
     )
 
@@ -117,7 +119,8 @@ def masked(files: RunFiles) -> Panel | None:
     ages = sorted(counts)
     shares = [100 * counts[age][1] / max(1, counts[age][0]) for age in ages]
     bars = axes.bar([str(age) for age in ages], shares, color=ORANGE, width=0.6)
-    axes.bar_label(bars, [f"{share:.2g} %" for share in shares], color=INK, fontsize=9, padding=2)
+    if len(ages) <= 10:
+        axes.bar_label(bars, [f"{share:.2g} %" for share in shares], color=INK, fontsize=9, padding=2)
     axes.set_ylim(0, max([*shares, 0.1]) * 1.25)
     finish(axes, "staleness of the rollout, in versions", "masked tokens, %")
     rows = [
@@ -147,20 +150,22 @@ def masked_by_staleness(files: RunFiles) -> dict[int, tuple[int, int]]:
 
 def staleness(files: RunFiles) -> Panel | None:
     """How old the trained rollouts were."""
-    ages = Counter(
-        row.step - row.oldest_version
-        for row in files.attempts
-        if row.step is not None and row.oldest_version is not None
-    )
+    ages: Counter[int] = Counter()
+    for (fate, age, _), count in files.attempts.items():
+        if fate == "trained" and age is not None:
+            ages[age] += count
     if not ages:
         return None
     figure, axes = new_figure()
     everyone = range(max(ages) + 1)
-    bars = axes.bar([str(age) for age in everyone], [ages[age] for age in everyone], color=BLUE, width=0.6)
     total = sum(ages.values())
-    axes.bar_label(bars, [percent(ages[age] / total, 0) for age in everyone], color=INK, fontsize=9, padding=2)
+    bars = axes.bar([str(age) for age in everyone], [ages[age] for age in everyone], color=BLUE, width=0.6)
+    # Beyond a few bars the labels would run into each other; the table has them all.
+    if len(everyone) <= 10:
+        axes.bar_label(bars, [percent(ages[age] / total, 0) for age in everyone], color=INK, fontsize=9, padding=2)
     axes.margins(y=0.15)
     finish(axes, "version trained − version of the oldest token", "trained rollouts")
+    rows = [(age, f"{ages[age]:,}", percent(ages[age] / total)) for age in everyone]
     bound = files.config.get("max_staleness", "–")
     return Panel(
         name="staleness",
@@ -168,55 +173,47 @@ def staleness(files: RunFiles) -> Panel | None:
         note=f"max_staleness is {bound} and on_stale is {files.config.get('on_stale', '–')}; queue time is included.",
         alt="Trained rollouts by staleness: " + ", ".join(f"{age}: {ages[age]}" for age in everyone),
         figure=figure,
-        numbers=table(
-            ("staleness", "rollouts", "share"), [(a, f"{ages[a]:,}", percent(ages[a] / total)) for a in everyone]
-        ),
+        numbers=table(("staleness", "rollouts", "share"), rows),
     )
 
 
 def lengths(files: RunFiles) -> Panel | None:
     """Lengths of trained rollouts against those of all that ended: does the pipeline prefer short ones?"""
-    # A rollout that waits to be trained, or whose process died, is no sign of a preference yet.
-    ended = [row for row in files.attempts if row.fate in ("trained", "failed", "dropped")]
-    trained = [row.action_tokens for row in ended if row.fate == "trained"]
+    by_fate: dict[str, Counter[int]] = {}
+    for (fate, _, tokens), count in files.attempts.items():
+        by_fate.setdefault(fate, Counter())[tokens] += count
+    trained = by_fate.get("trained")
     if not trained:
         return None
-    everyone = [row.action_tokens for row in ended]
+    # A rollout that waits to be trained, or whose process died, is no sign of a preference yet.
+    ended = sum((by_fate.get(fate, Counter()) for fate in ("trained", "failed", "dropped")), Counter())
     figure, axes = new_figure()
-    top = max(everyone)
-    edges = [top * i / 30 - 0.5 for i in range(31)] if top >= 30 else [i - 0.5 for i in range(top + 2)]
-    edges[-1] = top + 0.5
-    axes.hist(everyone, color="#c9d6df", label=f"all that ended ({len(everyone):,})", bins=edges, density=True)
-    axes.hist(
-        trained,
-        color=BLUE,
-        histtype="step",
-        linewidth=1.6,
-        label=f"trained ({len(trained):,})",
-        bins=edges,
-        density=True,
-    )
+    top = max(ended)
+    edges = [top * i / 30 - 0.5 for i in range(30)] if top >= 30 else [i - 0.5 for i in range(top + 1)]
+    bins = [*edges, top + 0.5]
+    for name, found, style in (("all that ended", ended, AREA), ("trained", trained, OUTLINE)):
+        label = f"{name} ({found.total():,})"
+        axes.hist(list(found), weights=list(found.values()), bins=bins, density=True, label=label, **style)
     finish(axes, "action tokens", "share of rollouts")
     axes.set_yticks([])
-    started, taken = statistics.fmean(everyone), statistics.fmean(trained)
-    fates = Counter(row.fate or row.state for row in files.attempts)
-    by_fate = [
-        (
-            fate,
-            f"{count:,}",
-            f"{statistics.fmean(r.action_tokens for r in files.attempts if (r.fate or r.state) == fate):.2f}",
-        )
-        for fate, count in sorted(fates.items())
-    ]
+    means = {fate: _mean_key(count) for fate, count in sorted(by_fate.items())}
+    everyone = _mean_key(ended)
     return Panel(
         name="lengths",
         title="Lengths: started against trained",
-        note=f"Trained rollouts have {taken:.1f} action tokens on average, all that ended {started:.1f}. An outline to "
-        "the left of the area means that long rollouts are lost. Running and waiting ones are left out.",
-        alt=f"Lengths of trained ({taken:.2f} tokens on average) and of all ended rollouts ({started:.2f}).",
+        note=f"Trained rollouts have {means['trained']:.1f} action tokens on average, all that ended {everyone:.1f}. "
+        "An outline to the left of the area means that long rollouts are lost. Running and waiting ones are left out.",
+        alt=f"Mean lengths in tokens: {means['trained']:.2f} of trained, {everyone:.2f} of all ended rollouts.",
         figure=figure,
-        numbers=table(("fate", "rollouts", "mean action tokens"), by_fate),
+        numbers=table(
+            ("fate", "rollouts", "mean action tokens"),
+            [(fate, f"{by_fate[fate].total():,}", f"{mean:.2f}") for fate, mean in means.items()],
+        ),
     )
+
+
+def _mean_key(count: Counter[int]) -> float:
+    return sum(number * times for number, times in count.items()) / max(1, count.total())
 
 
 def idle(files: RunFiles) -> Panel | None:

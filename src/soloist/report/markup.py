@@ -26,6 +26,13 @@ def text(value: object, limit: int = SHORT, *, keep_newlines: bool = False) -> s
     return f'{shown}<span class="cut">… {left_out:,} more characters</span>' if left_out > 0 else shown
 
 
+def attribute(value: object, limit: int = LONG) -> str:
+    """Anything as the value of a quoted attribute: escaped on one line, without markup, cut with `…`."""
+    whole = str(value)
+    shown = html.escape(printable(whole[:limit], keep_newlines=False))
+    return f"{shown}…" if len(whole) > limit else shown
+
+
 def number(value: object, digits: int = 3) -> str:
     """A figure for people, `–` when there is none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -52,4 +59,4 @@ def details(summary: str, content: str) -> str:
 
 def picture(png: bytes, alt: str) -> str:
     """A PNG inside the page."""
-    return f'<img alt="{text(alt, LONG)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+    return f'<img alt="{attribute(alt)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'

@@ -17,7 +17,7 @@ from soloist.report.markup import POLICY, details, number, percent, picture, tab
 from soloist.report.rollouts import sample_rollouts
 from soloist.report.run_files import RunFiles
 from soloist.report.style import STYLE
-from soloist.report.summary import SMOOTH, evaluations, series
+from soloist.report.summary import SMOOTH, held_out, series
 from soloist.report.timeline import timeline
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ def _last(files: RunFiles, name: str) -> float | None:
 
 
 def _ends(files: RunFiles) -> list[tuple[str, int, float]]:
-    rows = evaluations(files.metrics)
+    rows = held_out(files.metrics, files.stages)
     return rows if len(rows) < 2 else [rows[0], rows[-1]]
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from soloist.report.markup import LONG, number, text
+from soloist.report.colors import Scale
+from soloist.report.markup import LONG, attribute, number, text
 from soloist.report.run_files import RunFiles
 from soloist.types import Rollout
 
@@ -23,7 +24,6 @@ VIEWS = ("mask", "ratio", "advantage", "value")
 LABELS = {"early": "Early", "middle": "Middle", "last": "Last"}
 
 Row = dict[str, Any]
-Color = Callable[[float], str]
 
 
 def sample_rollouts(files: RunFiles) -> str:
@@ -68,7 +68,7 @@ def _runs(action: Sequence[int]) -> int:
 
 
 def _from_the_ledger(files: RunFiles) -> list[Row]:
-    steps = sorted({row.step for row in files.attempts if row.step is not None})
+    steps = sorted(files.steps)
     if not steps:
         return []
     decode = _decoder(files)
@@ -140,7 +140,7 @@ def _article(index: int, sample: Row, scales: dict[str, Scale]) -> str:
         f"{sum(map(sum, (s['action'] for s in sample['segments'])))} action tokens",
         f"task {text(sample.get('task_id'), 60)}",
     ]
-    head = f"<h3>{LABELS[sample['when']]}: step {sample['step']}</h3><p class='facts'>{' · '.join(facts)}</p>"
+    head = f"<h3>{LABELS[sample['when']]}: step {text(sample['step'])}</h3><p class='facts'>{' · '.join(facts)}</p>"
     said = _conversation(rollout) if rollout is not None else "<p>Its messages are not on record any more.</p>"
     return f"<article>{head}{said}{_tokens(index, sample, scales)}</article>"
 
@@ -214,7 +214,7 @@ def _token(segment: Row, place: int, scales: dict[str, Scale]) -> str:
                 style += f"--{view[0]}:{scales[view].color(value)};"
     styled = f" style='{style}'" if style else ""
     shown = _visible(segment["texts"][place])
-    return f"<i class='{kind}'{styled} title='{text(' · '.join(says))}'>{shown}</i>"
+    return f"<i class='{kind}'{styled} title='{attribute(' · '.join(says))}'>{shown}</i>"
 
 
 def _visible(token: str) -> str:
@@ -236,42 +236,6 @@ def _legend(view: str, scales: dict[str, Scale]) -> str:
     stops = ", ".join(scale.color(scale.at(share / 8)) for share in range(9))
     bar = f"<span class='bar' style='background:linear-gradient(to right,{stops})'></span>"
     return f"{low} {bar} {high}{f' (white: {middle})' if middle else ''} <i class='o'>observation: none</i>"
-
-
-class Scale:
-    """Values to colours: diverging around a centre, or from white upwards.
-
-    Example: `Scale(-0.5, 0.5, centre=0.0).color(0.2)` is `"#f5d3bd"` or near it.
-    """
-
-    def __init__(self, low: float, high: float, *, centre: float | None = None, log: bool = False) -> None:
-        self.low, self.high, self.centre, self.log = low, high, centre, log
-
-    def color(self, value: float) -> str:
-        """Hex colour; values beyond the ends have the colour of the end, those that are no number none."""
-        if not math.isfinite(value):
-            return "#ffffff"
-        inner = math.log(max(value, 1e-9)) if self.log else value
-        share = (inner - self.low) / ((self.high - self.low) or 1.0)
-        share = min(1.0, max(0.0, share))
-        if self.centre is None:
-            return _blend((58, 125, 68), share * 0.75)
-        side = 2 * share - 1
-        return _blend((200, 100, 30) if side > 0 else (27, 108, 168), abs(side) * 0.75)
-
-    def at(self, share: float) -> float:
-        """The value at a share of the scale."""
-        inner = self.low + share * (self.high - self.low)
-        return math.exp(inner) if self.log else inner
-
-    def marks(self) -> tuple[str, str, str]:
-        """Labels of the low end, the centre (empty without one) and the high end."""
-        middle = "" if self.centre is None else f"{self.at(0.5):.3g}"
-        return f"{self.at(0):.3g}", middle, f"{self.at(1):.3g}"
-
-
-def _blend(color: tuple[int, int, int], share: float) -> str:
-    return "#" + "".join(f"{round(255 + (part - 255) * share):02x}" for part in color)
 
 
 def _scales(samples: Sequence[Row]) -> dict[str, Scale]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -21,6 +22,8 @@ from soloist.runtime.ledger import StoredRollout, read_rollouts
 
 T = TypeVar("T")
 Rows = list[dict[str, Any]]
+Attempts = Counter[tuple[str, int | None, int]]
+"""(fate, or state of what has none yet; staleness when trained; action tokens) → attempts."""
 
 MARKS = ("config.resolved.toml", "metrics.jsonl", "ledger.sqlite", "stages.json")
 """A folder with one of these is a run."""
@@ -45,8 +48,10 @@ class RunFiles:
     """One row for each trained step: rollouts, tokens and masked tokens by staleness."""
     samples: Rows = field(default_factory=list)
     origins: Rows = field(default_factory=list)
-    attempts: list[StoredRollout] = field(default_factory=list)
-    """All attempts of the ledger, without their records."""
+    attempts: Attempts = field(default_factory=Counter)
+    """How many attempts of each kind the ledger holds."""
+    steps: set[int] = field(default_factory=set)
+    """Steps that trained a rollout of the ledger."""
     missing: list[str] = field(default_factory=list)
     """What a reader should know about the parts that are not there."""
 
@@ -114,10 +119,22 @@ def read_run(folder: Path) -> RunFiles:
     files.origins = read_metrics(folder / "origin.jsonl")
     path = folder / "ledger.sqlite"
     if path.is_file():
-        files.attempts = files._read(lambda: list(read_rollouts(path, payloads=False)), [])
+        nothing: tuple[Attempts, set[int]] = Counter(), set()
+        files.attempts, files.steps = files._read(lambda: _counted(path), nothing)
     else:
         files.miss("ledger.sqlite is missing, so there are no rollouts: nothing has been trained yet.")
     return files
+
+
+def _counted(ledger: Path) -> tuple[Attempts, set[int]]:
+    # Counted while reading: a long run has millions of rows, but few kinds of them.
+    attempts: Attempts = Counter()
+    steps: set[int] = set()
+    for row in read_rollouts(ledger, payloads=False):
+        age = None if row.step is None or row.oldest_version is None else row.step - row.oldest_version
+        attempts[row.fate or row.state, age, row.action_tokens] += 1
+        steps |= {row.step} if row.step is not None else set()
+    return attempts, steps
 
 
 def _parsed(files: RunFiles, name: str, parse: Callable[[str], Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ STYLE = """
 *{box-sizing:border-box}
 body{margin:0 auto;max-width:1120px;padding:24px 20px 60px;font:15px/1.5 system-ui,sans-serif;color:var(--ink);
   background:#fff}
+h1,b,td,pre,i,span{unicode-bidi:isolate}
 h1{font-size:26px;margin:0 0 4px;overflow-wrap:anywhere}
 h2{font-size:19px;margin:40px 0 12px}
 h3{font-size:16px;margin:0 0 4px}

@@ -14,6 +14,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from soloist.report.figures import BLUE, GREEN, INK, ORANGE, QUIET, Panel
 from soloist.report.markup import table
@@ -21,7 +22,7 @@ from soloist.report.run_files import RunFiles
 from soloist.types import Rollout
 
 MOST_STEPS, MOST_PLAYERS = 6, 16
-BARS_IN_A_ROW = 50
+BARS_IN_A_ROW = 80
 """Rollouts of one player that can still be told apart in a picture."""
 MARGIN_STEPS = 8
 """Steps after the window whose rollouts may have been played in it."""
@@ -165,6 +166,7 @@ def _draw_engines(axes: Axes, rollouts: Sequence[Rollout], window: Window) -> in
     axes.fill_between([time - window.start for time in times], counts, step="post", color="#7fb2d6", linewidth=0)
     inside = [count for time, count in zip(times, counts, strict=True) if window.start <= time <= window.end]
     axes.set_ylim(0, max([*inside, 1]) * 1.1)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=3))
     axes.set_ylabel("engines,\nrequests", color=INK, fontsize=9, rotation=0, ha="right", va="center")
     return max(inside, default=0)
 
