@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -284,7 +285,7 @@ def _break_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     real = learner_module.action_log_probs
     monkeypatch.setattr(
         learner_module, "action_log_probs",
-        lambda model, ids, rows, positions, *a, **k: real(model, ids, rows, (positions - 1).clamp(min=1), *a, **k),
+        lambda model, micro, t: real(model, replace(micro, before_t=(micro.before_t - 1).clamp(min=0)), t),
     )  # fmt: skip
 
 
