@@ -152,6 +152,7 @@ class Run:
 
     async def ended(self, lease: Lease, rollout: Rollout) -> None:
         """Put an ended rollout on record, then into the buffer: what can be trained is on disk before."""
+        self.learner.prepare(rollout)  # while the learner's thread computes
         await self.ledger.ended(rollout, "dropped" if rollout.status == "aborted" else None)
         for refused, fate, reason in await self.buffer.put(lease, rollout):
             await self.ledger.ended(refused, fate, reason)
