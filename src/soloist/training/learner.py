@@ -196,7 +196,7 @@ class Learner:
         )
         if settings.whiten:
             return whiten(advantages_T, torch.ones_like(advantages_T, dtype=torch.bool))
-        return advantages_T - advantages_T.mean() if settings.center else advantages_T
+        return advantages_T
 
     @torch.no_grad()
     def values(self, micros: Sequence[MicroBatch], tokens: int, recall: FrozenStates | None = None) -> Tensor:
