@@ -74,7 +74,8 @@ class MoeMlp:
         _, weights_TK, experts_TK = self._router(x_TC)
         if not self._on_cpu:
             # There the model's own grouped kernels need no host synchronisation.
-            return residual_TC + self._experts(x_TC, experts_TK, weights_TK)
+            outputs_TC: Tensor = self._experts(x_TC, experts_TK, weights_TK)
+            return residual_TC + outputs_TC
         if len(x_TC) * self._count * self._inner <= ALL_EXPERTS_WORK:
             return self._all(residual_TC, x_TC, weights_TK, experts_TK)
         return self._grouped(residual_TC, x_TC, weights_TK, experts_TK)
