@@ -21,21 +21,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-# As the engine sets them for its own child (engines/local/child.py), read when a process starts: for both sides here.
-SETTINGS = {
-    "OMP_NUM_THREADS": "1",
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-    "THP_MEM_ALLOC_ENABLE": "1",
-}
-if any(os.environ.get(name) != value for name, value in SETTINGS.items()):
-    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | SETTINGS)
-
 import torch
 from harness import compare, write_results
 
 from soloist.config import EngineConfig, ModelConfig
 from soloist.engines.local.batch import ContinuousBatch
+from soloist.engines.local.child import MEMORY_SETTINGS
 from soloist.engines.local.engine import LocalEngine
 from soloist.engines.local.loads import Loads
 from soloist.engines.local.model_runner import ModelRunner
@@ -151,6 +142,9 @@ def log_prob_error(model: Any, done: list[tuple[GenerateRequest, Completion]]) -
     Experts are the same by necessity where the router's choice is no tie; from a tie on (two experts closer than 1e-5)
     the tokens of a sequence are left out, and their share is told.
     """
+    if hasattr(model, "set_experts_implementation"):
+        # The grouped kernels know no float64.
+        model.set_experts_implementation("eager")
     margins: list[torch.Tensor] = []
     for module in model.modules():
         if hasattr(module, "top_k"):
@@ -225,6 +219,10 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--pairs", type=int, default=3)
     arguments = parser.parse_args()
+    wanted = {"OMP_NUM_THREADS": "1", **MEMORY_SETTINGS}
+    if any(os.environ.get(name) != value for name, value in wanted.items()):
+        # Read when a process starts. Both sides get what the engine gives its own child.
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | wanted)
     torch.set_num_threads(1)
     figures: dict[str, Any] = {"requests": arguments.requests, "slots": SLOTS, "prompt": PROMPT}
     figures |= {"new_tokens": {"equal": EQUAL, "median": MEDIAN, "sigma": 1, "longest": LONGEST}}
