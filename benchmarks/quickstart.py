@@ -66,6 +66,7 @@ def one_seed(seed: int, runs: Path) -> dict[str, Any]:
         "sft": stages["sft"]["eval"]["avg"],
         "sao": stages["eval"]["avg"],
         "shuffled": summaries(runs / control)["eval"]["avg"],
+        "problems": stages["eval"]["problems"],
         "seconds": round(seconds, 1),
         "mean_staleness": stages["train"]["mean_staleness"],
         "spanning_fraction": stages["train"]["spanning_fraction"],

@@ -27,8 +27,9 @@ def table(result: dict[str, Any]) -> str:
     spanning = sum(result["spanning_fraction"]) / len(result["spanning_fraction"])
     rows += [
         "",
-        f"256 held-out problems, 4 samples each at temperature 1; two cores, no GPU; `{result['command']}` at commit "
-        f"`{result['commit'][:10]}`. Mean staleness {staleness:.2f} versions; {spanning:.0%} of the trained rollouts "
+        f"{result['problems'][0]} held-out problems, 4 samples each at temperature 1; two cores, no GPU; "
+        f"`{result['command']}` at commit "
+        f"`{result['commit'][:10]}`. Mean staleness {staleness:.2f} versions; {spanning:.2%} of the trained rollouts "
         "hold tokens of more than one version.",
     ]
     return "\n".join(rows)
