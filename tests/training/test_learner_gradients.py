@@ -331,7 +331,9 @@ def test_rollouts_prepared_ahead_give_the_same_bits_and_are_used_for_themselves_
     made: list[str] = []
     real = learner_module.rollout_arrays
     monkeypatch.setattr(learner_module, "rollout_arrays", lambda r: made.append(r.rollout_id) or real(r))
-    moves, _ = one_step(ahead, rollouts)
+    # The buffer hands over copies that are marked as trained.
+    taken = [msgspec.structs.replace(rollout, state="trained", trained_step=0) for rollout in rollouts]
+    moves, _ = one_step(ahead, taken)
     assert made == ["r1"], "only the one that was replaced is made anew, and once for all updates"
     assert all(torch.equal(moves[name], expected[name]) for name in expected)
 

@@ -224,7 +224,7 @@ class Learner:
         arrays = []
         for rollout in rollouts:
             known, own = self._ready.pop(rollout.rollout_id, (None, None))
-            arrays.append(own if own is not None and known is rollout else rollout_arrays(rollout))
+            arrays.append(own if own is not None and _same_tokens(known, rollout) else rollout_arrays(rollout))
         return pack(rollouts, self.config.model.device, self._shuffled_scores(rollouts), arrays)
 
     def _micro_batches(self, batch: StepBatch, members: list[int] | None = None) -> list[MicroBatch]:
@@ -343,6 +343,12 @@ class _Step:
             "critic/explained_var": explained_variance(values_T, self.targets_T),
             "critic/skill": skill(per_rollout(values_T, self.batch), per_rollout(self.targets_T, self.batch)),
         }
+
+
+def _same_tokens(known: Rollout | None, rollout: Rollout) -> bool:
+    """Whether two records of one id hold the same tokens and rewards; the buffer marks rollouts on copies."""
+    same = known is not None and known.segments is rollout.segments and known.turns is rollout.turns
+    return same and known is not None and known.score == rollout.score
 
 
 def _weights_of(batch: StepBatch, members: list[int], mode: LossAggregation, fixed_length: int) -> Tensor:
