@@ -135,6 +135,18 @@ class Admission:
         self._occupied.setdefault(step, []).append(unit)
         return step
 
+    def restore(self, unit: int, oldest_version: int) -> int | None:
+        """Give a unit that was scored in an earlier life the earliest feasible step, or None when none is left.
+
+        Restored in order of their oldest version, all find a place that had one: the earliest bound goes first.
+        """
+        self._refuse_future(unit, oldest_version)
+        step = self._earliest_place(oldest_version + self.max_staleness)
+        if step is not None:
+            self._attempts += 1
+            self._occupied.setdefault(step, []).append(unit)
+        return step
+
     def release(self, unit: int) -> None:
         """Free the place of a running unit that failed."""
         self._forget(unit)

@@ -30,8 +30,8 @@ from soloist.rollout.play import EpisodePlayer, new_rollout
 from soloist.rollout.rendering import Rendering, build_renderer
 from soloist.runtime.buffer import RolloutBuffer
 from soloist.runtime.health import EventLoopDelay, reported_wait
+from soloist.runtime.leases import Lease
 from soloist.runtime.ledger import Ledger
-from soloist.runtime.places import Lease
 from soloist.seams import Clock
 from soloist.training.checkpoint import Checkpoints
 from soloist.training.evaluation import play_tasks
