@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from itertools import islice
+from pathlib import Path
 from typing import NoReturn
 
 from soloist.config import RunConfig
@@ -34,6 +35,7 @@ STAGES: dict[str, tuple[tuple[str, ...], str]] = {
 }
 """Command → (stages it runs, what it does)."""
 
+REPORT = "write a run's report.html and its pictures, during the run or after it"
 OWN_OPTIONS = ("--resume", "--dry-run", "--name", "--help", "--version")
 INTERRUPTED = 130
 
@@ -68,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _resuming(arguments: list[str]) -> str:
     # The same command again, so that the overrides stay; shlex keeps names with spaces whole.
-    more = [] if "--resume" in arguments or arguments[:1] in (["config"], ["check"]) else ["--resume"]
+    more = [] if "--resume" in arguments or arguments[:1] in (["config"], ["check"], ["report"]) else ["--resume"]
     return shlex.join(["soloist", *arguments, *more])
 
 
@@ -76,6 +78,9 @@ def _dispatch(arguments: list[str]) -> int:
     # Overrides go first: argparse would take the value of an option that it doesn't know for the recipe.
     own, overrides = split_overrides(arguments)
     parsed = _parser().parse_args(own)
+    if parsed.action is _report:
+        _report(parsed, overrides)
+        return 0
     if parsed.name is not None:
         overrides["name"] = json.dumps(parsed.name)  # quoted, so that `--name 7` stays text
     config = load_config(parsed.recipe, overrides)
@@ -128,6 +133,9 @@ def _parser() -> argparse.ArgumentParser:
     config = _add_command(commands, "config", "print the resolved config", _print_config, recipe="?")
     config.formatter_class = argparse.RawDescriptionHelpFormatter
     config.epilog = _key_tree()
+    report = commands.add_parser("report", help=REPORT, description=f"{REPORT.capitalize()}.", allow_abbrev=False)
+    report.add_argument("run", metavar="RUN", help="folder of a run, or its name under --runs_dir (default: runs)")
+    report.set_defaults(action=_report, name=None)
     _add_command(commands, "check", "say what works on this machine and what a config will do", _check, recipe="?")
     return parser
 
@@ -171,6 +179,19 @@ def _check(_: argparse.Namespace, config: RunConfig) -> None:
     print("\n".join([*describe_machine(), "", *describe_plan(config)]))
 
 
+def _report(parsed: argparse.Namespace, overrides: dict[str, str]) -> None:
+    runs_dir = Path(overrides.pop("runs_dir", RunConfig().runs_dir))
+    if overrides:
+        raise UserError(f"a report has no config, found --{next(iter(overrides))}; only --runs_dir is possible")
+    _write_report(parsed.run, runs_dir)
+
+
+def _write_report(run: str, runs_dir: Path) -> None:
+    from soloist.report.report import find_run, write_report
+
+    print(f"report: {printable(str(write_report(find_run(run, runs_dir))))}")
+
+
 def _run_stages(parsed: argparse.Namespace, config: RunConfig) -> None:
     from soloist.report.check import describe_plan, refuse_missing_devices
 
@@ -193,8 +214,9 @@ def _print_summary(config: RunConfig) -> None:
 
     try:
         print("\n" + "\n".join(write_summary(config.folder)))
-    except Exception as error:  # the run is over and on disk; a picture that fails must not make it a failure
-        print(f"soloist: no summary of {config.folder}: {printable(repr(error))}", file=sys.stderr)
+        _write_report(str(config.folder), Path(config.runs_dir))
+    except Exception as error:  # the run is over and on disk; a report that fails must not make it a failure
+        print(f"soloist: no report of {config.folder}: {printable(repr(error))}", file=sys.stderr)
 
 
 @contextmanager

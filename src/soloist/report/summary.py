@@ -8,7 +8,7 @@ shown as text. Not covered: comparing runs.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,15 @@ def evaluations(records: Sequence[dict[str, Any]]) -> list[tuple[str, int, float
     """(metric, version, value) of every evaluation, in order of versions."""
     names = sorted({name for record in records for name in record if name.startswith("eval/")})
     rows = [(name, step, value) for name in names for step, value in series(records, name, stage="eval")]
+    return sorted(rows, key=lambda row: (row[1], row[0]))
+
+
+def held_out(records: Sequence[dict[str, Any]], stages: Mapping[str, Any]) -> list[tuple[str, int, float]]:
+    """Like `evaluations`, with what only the stages' summaries hold: a copied SFT stage brings no metrics along."""
+    rows = evaluations(records)
+    for summary in (stages.get("sft", {}).get("eval"), stages.get("eval")):
+        if isinstance(summary, Mapping) and summary.get("version") not in {version for _, version, _ in rows}:
+            rows.append((f"eval/avg@{summary['samples']}", summary["version"], summary["avg"]))
     return sorted(rows, key=lambda row: (row[1], row[0]))
 
 

@@ -49,7 +49,7 @@ class TokenTable:
     lengths_R: list[int]
     """Tokens of each rollout."""
     log_ratio_T: Tensor
-    """log π − log μ before the step's first update, nats."""
+    """log π − log μ when the step first used the token, nats."""
     advantages_T: Tensor
     """As the loss got them: centered or whitened when that is set."""
     values_T: Tensor
