@@ -247,5 +247,7 @@ class HealthConfig(Section):
     """Waiting longer than this ends the run with exit code 1."""
     lease_seconds: Rate = 180.0
     """A rollout without a sign of life for so long is given up and its place played again; a late result is refused."""
+    on_non_finite: Literal["stop", "skip"] = "stop"
+    """A loss or gradient that is not finite, with its rollouts named: stop ends the run, skip leaves the update out."""
     max_failed_ratio: Share = 0.5
     """Share of failed rollouts, over the last 20 or more, above which the run stops."""

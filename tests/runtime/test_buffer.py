@@ -15,7 +15,7 @@ from soloist.config import RunConfig
 from soloist.errors import RunError
 from soloist.metrics import is_registered
 from soloist.runtime.buffer import RolloutBuffer
-from soloist.runtime.places import Lease
+from soloist.runtime.leases import Lease
 from soloist.runtime.tasks import TaskSource
 from soloist.types import Failure, Rollout, Segment, Task, VersionSpan
 

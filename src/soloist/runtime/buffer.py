@@ -146,6 +146,10 @@ class RolloutBuffer:
         """
         return self._places.note(lease, waiting_for, finished)
 
+    def holds(self, lease: Lease) -> bool:
+        """Whether the lease is still in force."""
+        return self._places.holds(lease)
+
     def refused(self) -> None:
         """Count a result that the ledger's fence turned away."""
         self._places.tally.late += 1

@@ -156,6 +156,10 @@ class Places:
             running.expires = self._clock.monotonic() + self._config.health.lease_seconds
         return running is not None
 
+    def holds(self, lease: Lease) -> bool:
+        """Whether the lease is still in force."""
+        return self._find(lease) is not None
+
     def scored_count(self) -> int:
         """Rollouts that are scored and not yet trained, members of incomplete groups included."""
         return sum(len(unit.scored) for unit in self._units.values())

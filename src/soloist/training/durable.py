@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from soloist.config import RunConfig
@@ -56,7 +56,7 @@ class Players(Protocol):
     def train_task(self, index: int) -> Task:
         """Training task number `index`."""
 
-    async def ready(self, learner: StepLearner) -> None:
+    async def ready(self) -> None:
         """Last check before the first step, with engines and learner at one version. Raises RunError."""
 
     def samples(self, first_step: int) -> SampleLog | None:
@@ -76,8 +76,8 @@ class Job:
     snapshots: SnapshotFolder
     weights: PublishedWeights
     open_players: Callable[[WeightsRef], AbstractAsyncContextManager[Players]]
-    observer: Observer = SilentObserver()
-    clock: Clock = SystemClock()
+    observer: Observer = field(default_factory=SilentObserver)
+    clock: Clock = field(default_factory=SystemClock)
 
 
 async def train_durably(job: Job) -> None:
@@ -106,7 +106,7 @@ async def train_durably(job: Job) -> None:
         reference = await job.learner.publish(job.weights.folder_of(step))
         if step < config.steps:
             async with job.open_players(reference) as players:
-                await players.ready(job.learner)
+                await players.ready()
                 job.observer.stage_started("train", config.steps)
                 await _train(job, players, ledger, writer, log, found)
         elif found.snapshot < step:
@@ -174,7 +174,7 @@ def _what_was_found(found: Recovered) -> str:
     first = sorted(frontier.open_units)[:4] or [frontier.next_unit]
     return (
         f"train goes on at step {frontier.step}: snapshot of step {found.snapshot}, {found.retrained} recorded steps "
-        f"trained again, {len(frontier.scored)} finished rollouts are back, tasks {', '.join(map(str, first))} come next"
+        f"trained again, {len(frontier.scored)} finished rollouts are back; tasks {', '.join(map(str, first))} are next"
     )
 
 

@@ -6,7 +6,7 @@ where the run stands. In this order, and after a crash between any two lines rec
     order                                             what a crash after it leaves     recovery starts from
     1 step s - 1 is committed to the ledger           no trace of the snapshot         the one before; steps retrained
     2 the state is copied at the step boundary        no trace                         the same
-    3 parts are written to `.staged_s` and synced     a hidden folder, half written    the same; the next save removes it
+    3 parts are written to `.staged_s` and synced     a hidden folder, half written    the same; the next removes it
     4 the manifest with the hashes is written last    a hidden folder, complete        the same
     5 the staged folder is synced                     the same, lasting                the same
     6 rename to `step_s`                              a visible folder; a power cut    the new one, or the one before
