@@ -37,6 +37,8 @@ from recompute import Straight, number_of, wrong_token
 Kind = Literal["lost", "duplicated", "unexplained"]
 Row = dict[str, Any]
 LIVE = {"running", "finished", "scored"}
+FILES = {"policy": "policy", "policy_m": "policy_optimizer", "value": "value", "value_m": "value_optimizer"}
+"""Vectors of the stand-in, and the parts of a snapshot that hold them."""
 
 
 @dataclass(kw_only=True)
@@ -59,6 +61,8 @@ class Facts:
     value_updates: int
     attempts: int
     seed: int
+    pruned: bool = False
+    """Whether rollouts are forgotten once no snapshot needs them."""
     numeric: bool = True
     """Whether the learner is the stand-in, whose arithmetic can be repeated."""
     stopped: bool = False
@@ -323,18 +327,41 @@ class Checker:
 
     def _retrain(self, payloads: dict[tuple[str, int], dict[str, Any]]) -> None:
         """The stand-in's arithmetic over the recorded rollouts gives the recorded hashes."""
+        first = self._oldest_snapshot() if self.facts.pruned else 0
         for step, record in enumerate(self.chain):
             body = json.loads(record["record"])
             keys = list(zip(body["rollout_ids"], body["attempts"], strict=True))
             missing = [key for key in keys if key not in payloads]
+            # Recovery never goes back behind the oldest snapshot, so rollouts before it may be forgotten.
+            if step < first:
+                continue
             if missing:
                 self._find("lost", f"step {step} can't be replayed: no payload of {missing}")
                 return
             if not self.facts.numeric:
                 continue
+            if self.straight.version < step:
+                self._skip_to(step)
             self.straight.train([number_of(payloads[key]) for key in keys])
             expected = self.straight.fingerprints[-1]
             self._unless(record["state_hash"] == expected, f"step {step} has another hash than its rollouts give")
+
+    def _oldest_snapshot(self) -> int:
+        """Step of the oldest snapshot that recovery may have to start from."""
+        steps = [int(path.name.removeprefix("step_")) for path in (self.folder / "checkpoints").glob("step_*")]
+        return min((step for step in steps if step not in self.facts.damaged), default=0)
+
+    def _skip_to(self, step: int) -> None:
+        """Begin the recomputation at a snapshot whose hash is on record."""
+        path = self.folder / "checkpoints" / f"step_{step}"
+        if not path.is_dir():
+            self._find("lost", f"rollouts before step {step} are gone, but there is no snapshot of it")
+            return
+        parts = {
+            name: json.loads((path / f"{file}.safetensors").read_bytes())["weight"] for name, file in FILES.items()
+        }
+        found, expected = self.straight.skip_to(step, parts), self.chain[step - 1]["state_hash"]
+        self._unless(found == expected, f"{path.name} has hash {found[:12]}, on record is {expected[:12]}")
 
     def _check_weights(self) -> None:
         for path in sorted((self.folder / "weights").glob("step_*/model.safetensors")):
@@ -342,7 +369,7 @@ class Checker:
             if version > len(self.chain):
                 self._find("unexplained", f"version {version} is published, but {len(self.chain)} steps are on record")
             elif self.facts.numeric and version < len(self.straight.weights):
-                whole = path.read_bytes() == self.straight.weights[version]
+                whole = self.straight.weights[version] in (None, path.read_bytes())
                 self._unless(whole, f"{path.parent.name} holds other weights than version {version}")
 
     def _check_snapshots(self) -> None:
@@ -367,23 +394,29 @@ class Checker:
         self._unless(not different, f"{path.name} is visible, but differs from its manifest: {different}")
         if step > len(self.chain):
             self._find("unexplained", f"{path.name} is of a step that is not on record")
-        elif self.facts.numeric and step < len(self.straight.parts):
-            self._check_state(path, self.straight.parts[step])
+        else:
+            self._check_state(path, step)
         return not different
 
-    def _check_state(self, path: Path, expected: dict[str, list[int]]) -> None:
-        files = {"policy": "policy", "policy_m": "policy_optimizer", "value": "value", "value_m": "value_optimizer"}
-        for name, file in files.items():
+    def _check_state(self, path: Path, step: int) -> None:
+        """A snapshot belongs to the chain, and holds what the step led to."""
+        progress = json.loads((path / "progress.json").read_bytes())
+        recorded = self.chain[step - 1]["state_hash"] if step else progress["state_hash"]
+        self._unless(progress["state_hash"] == recorded, f"{path.name} is of another lineage than the chain")
+        expected = self.straight.parts[step] if self.facts.numeric and step < len(self.straight.parts) else None
+        if expected is None:
+            return
+        for name, file in FILES.items():
             found = json.loads((path / f"{file}.safetensors").read_bytes())["weight"]
             self._unless(found == expected[name], f"{path.name}: {file} is not that of {path.name}")
 
     def _check_witness(self) -> None:
         """What the process was told was on disk is there."""
         keys = {(row["rollout_id"], row["attempt"]): row for row in self.rows}
-        refused = {(row["rollout_id"], row["attempt"]) for row in self.tables.get("refused", [])}
         for rollout_id, attempt in self._acknowledged("ended"):
             row = keys.get((rollout_id, attempt))
-            if row is None or (row["payload"] is None and (rollout_id, attempt) not in refused):
+            forgotten = self.facts.pruned and row is not None and row["fate"] is not None
+            if row is None or (row["payload"] is None and not forgotten):
                 self._find("lost", f"{rollout_id} attempt {attempt} was stored, and is not there any more")
         hashes = {(row["step"], row["state_hash"]) for row in self.tables["steps"]}
         committed = [(step, digest) for step, digest in self._acknowledged("committed")]

@@ -152,6 +152,18 @@ def install_breakage(plan: dict[str, Any], rng: random.Random, fired: Notebook) 
     Calculator.episode = episode  # type: ignore[method-assign]
 
 
+def install_slowness() -> None:
+    """Episodes that last longer than a lease of two seconds, with a sign of life in the middle."""
+    from soloist.environments.calculator import CalculatorEpisode
+
+    async def slowly(original: Any, episode: Any) -> Any:
+        await asyncio.sleep(1.2)
+        return await original(episode)
+
+    wrapped(CalculatorEpisode, "reset", slowly)
+    wrapped(CalculatorEpisode, "score", slowly)
+
+
 def begin(spec: dict[str, Any]) -> None:
     """In the fresh process: files, environment, shim."""
     os.setsid()
@@ -182,30 +194,67 @@ def live(spec: dict[str, Any]) -> int:
         install_messengers(plan, rng, fired)
     if plan["broken"] or plan["poison"] >= 0:
         install_breakage(plan, rng, fired)
+    if plan["slow"]:
+        install_slowness()
     with installed_faults(Points(spec["points"], fired)):
-        return train_tiny(home, plan) if plan["kind"] == "tiny" else train_stand_in(home, plan)
+        return train_tiny(home, Path(spec["base"]), plan) if plan["kind"] == "tiny" else train_stand_in(home, plan)
 
 
 def make_tiny(home: Path) -> int:
-    """SFT and value pretraining of the tiny model, once for all runs."""
-    from soloist.cli import main
+    """A model that answers 1+1 with 2 or 3, each half of the time, and value pretraining; once for all runs."""
+    import torch
 
+    from soloist.cli import main
+    from soloist.config_files import load_config
+    from soloist.environments.registry import build_environment
+    from soloist.models.loading import load_policy, load_tokenizer, save_folder
+    from soloist.models.tiny import build_tiny
+    from soloist.rollout.rendering import build_renderer
+
+    config = load_config(str(write_recipe(home)))
+    untrained = build_tiny(config.model, 0, home / "untrained")
+    model, tokenizer = load_policy(untrained), load_tokenizer(untrained)
+    rendering, environment = build_renderer(tokenizer, "auto"), build_environment(config.environment, 0)
+    tools = environment.demonstration(0).tools
+    said = [[{"role": "user", "content": "1+1"}, {"role": "assistant", "content": answer}] for answer in "23"]
+    ids, sampled = zip(*(rendering.training_tokens(messages, tools) for messages in said), strict=True)
+    labels = torch.where(torch.tensor(sampled), torch.tensor(ids), -100)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(60):
+        optimizer.zero_grad()
+        model(input_ids=torch.tensor(ids), labels=labels).loss.backward()
+        optimizer.step()
+    save_folder(model, tokenizer, home / "coin")
+    (home / "tasks.jsonl").write_text('{"problem": "1+1", "answer": 2}\n')
+    code = main(["pretrain-value", str(home / "tiny.toml"), "--name", "run", *of_the_coin(home)])
+    # The settings of the runs stand in their own folders.
+    (home / "runs" / "run" / "config.resolved.toml").unlink()
+    return code
+
+
+def write_recipe(home: Path) -> Path:
+    """A recipe whose run lies in `home/runs`."""
     recipe = home / "tiny.toml"
     recipe.write_text(f'runs_dir = "{home / "runs"}"\n{TINY}')
-    return main(["sft", str(recipe), "--name", "run"]) or main(["pretrain-value", str(recipe), "--name", "run", "--resume"])
+    return recipe
 
 
-def train_tiny(home: Path, plan: dict[str, Any]) -> int:
+def of_the_coin(base: Path) -> list[str]:
+    """Options that name the model and its task."""
+    fixed = ["--sft.steps=0", "--value_pretraining.rollouts=64", "--value_pretraining.holdout=0.5"]
+    return [f"--model.path={base / 'coin'}", f"--environment.tasks={base / 'tasks.jsonl'}", *fixed]
+
+
+def train_tiny(home: Path, base: Path, plan: dict[str, Any]) -> int:
     """`soloist train`, as a user calls it."""
     from soloist.cli import main
 
-    recipe = home / "tiny.toml"
-    recipe.write_text(f'runs_dir = "{home / "runs"}"\n{TINY}')
-    options: list[str] = []
+    options: list[str] = of_the_coin(base)
     for key, value in plan["config"].items():
         pairs = [(f"{key}.{inner}", one) for inner, one in value.items()] if isinstance(value, dict) else [(key, value)]
         options += [f"--{name}={json.dumps(one) if not isinstance(one, str) else one}" for name, one in pairs]
-    return main(["train", str(recipe), "--name", "run", *options, "--resume"])
+    resume = ["--resume"] if (home / "runs" / "run" / "config.resolved.toml").exists() else []
+    return main(["train", str(write_recipe(home)), "--name", "run", *options, *resume])
 
 
 def train_stand_in(home: Path, plan: dict[str, Any]) -> int:

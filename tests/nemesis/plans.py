@@ -12,46 +12,50 @@ from typing import Any
 
 TINY_SHARE = 10
 """Every so many-th run is with the tiny model."""
+SLOW_SHARE = 60
+"""Every so many-th run has episodes that last longer than a lease."""
 POINTS = {
-    # name → how often a run of ten steps passes it, roughly
+    # name → how often a run of sixteen steps passes it, roughly
     "ledger:open:before": 1,
     "ledger:open:after": 1,
-    "ledger:rollouts:before": 60,
-    "ledger:rollouts:after": 60,
-    "ledger:commit:before": 10,
-    "ledger:commit:after": 10,
-    "ledger:sealed:before": 4,
-    "ledger:sealed:after": 4,
-    "ledger:prune:before": 4,
-    "ledger:prune:after": 4,
-    "wait_for_rollouts:before": 10,
-    "wait_for_rollouts:after": 10,
-    "update_value:before": 20,
-    "update_value:after": 20,
-    "update_policy:before": 10,
-    "update_policy:after": 10,
-    "standin:value:step": 20,
-    "standin:policy:step": 40,
-    "commit:before": 10,
-    "commit:after": 10,
-    "weight_sync:before": 10,
-    "weight_sync:after": 10,
-    "publish:written": 10,
-    "publish:loaded": 10,
-    "engine:load:before": 10,
-    "engine:load:after": 10,
-    "checkpoint:before": 4,
-    "checkpoint:after": 4,
-    "checkpoint:rename:before": 4,
-    "checkpoint:rename:after": 4,
+    "ledger:rollouts:before": 96,
+    "ledger:rollouts:after": 96,
+    "ledger:commit:before": 16,
+    "ledger:commit:after": 16,
+    "ledger:sealed:before": 6,
+    "ledger:sealed:after": 6,
+    "ledger:prune:before": 6,
+    "ledger:prune:after": 6,
+    "wait_for_rollouts:before": 16,
+    "wait_for_rollouts:after": 16,
+    "update_value:before": 32,
+    "update_value:after": 32,
+    "update_policy:before": 16,
+    "update_policy:after": 16,
+    "standin:value:step": 32,
+    "standin:policy:step": 64,
+    "commit:before": 16,
+    "commit:after": 16,
+    "weight_sync:before": 16,
+    "weight_sync:after": 16,
+    "publish:written": 16,
+    "publish:loaded": 16,
+    "engine:load:before": 16,
+    "engine:load:after": 16,
+    "checkpoint:before": 6,
+    "checkpoint:after": 6,
+    "checkpoint:rename:before": 6,
+    "checkpoint:rename:after": 6,
     "write:": 80,
-    "sync:": 80,
-    "rename:": 40,
+    "sync:": 100,
+    "rename:": 24,
 }
 """Named instants at which a process is killed; a name that ends with a colon stands for all that begin so."""
 TINY_POINTS = {"learner:value:step": 12, "learner:policy:step": 6}
-STORAGE = {"write": 500, "fsync": 110, "rename": 40, "any": 650}
-"""Operations below the run folder in a run of ten steps, roughly."""
+STORAGE = {"write": 1400, "fsync": 180, "rename": 24, "any": 1600}
+"""Operations below the run folder in a run of sixteen steps, roughly."""
+LONGEST_LIFE = {"stand-in": 0.9, "tiny": 6.0}
+"""Seconds; signals come before, or the run would be over first."""
 
 
 @dataclass(kw_only=True)
@@ -90,8 +94,10 @@ class Plan:
     """Share of episodes that fail at the environment."""
     poison: int
     """Row of the task file that always fails; −1 for none."""
+    slow: bool = False
+    """Episodes last longer than a lease, and live on its renewals."""
     token_seconds: float = 0.0007
-    step_seconds: float = 0.012
+    step_seconds: float = 0.02
 
     def as_json(self) -> dict[str, Any]:
         """For the log and for the run's process."""
@@ -103,13 +109,17 @@ def plan_of(seed: int, number: int, only: str = "") -> Plan:
     rng = random.Random(f"nemesis/{seed}/{number}")
     tiny = number % TINY_SHARE == TINY_SHARE - 1
     kind = only or ("tiny" if tiny else "stand-in")
-    stopped = rng.random() < 0.15
+    slow = kind == "stand-in" and number % SLOW_SHARE == SLOW_SHARE // 2
+    stopped = rng.random() < 0.15 and not slow
     config = _tiny(rng) if kind == "tiny" else _stand_in(rng, number, stopped)
+    if slow:
+        config |= {"steps": 3, "rollouts_per_step": 4, "players": 8}
+        config["health"]["lease_seconds"] = config["rollout"]["max_seconds"] = 2.0
     poison = rng.random() < 0.08 and kind == "stand-in"
     config["rollout"]["attempts"] = 2 if poison else 100
     journal = rng.random() < 0.4
-    crashes = rng.choice([1, 2, 2, 3, 3, 4, 6, 10]) if kind == "stand-in" else rng.choice([1, 2, 3])
-    lives = [_life(rng, kind, journal, stopped, share=(crashes + 1) // 2) for _ in range(crashes)]
+    crashes = rng.choice([1, 2, 2, 3, 3, 4, 6, 10]) if kind == "stand-in" and not slow else rng.choice([1, 2, 3])
+    lives = [_life(rng, kind, journal, stopped, share=crashes) for _ in range(crashes)]
     messages = rng.random() < 0.35 and kind == "stand-in"
     rows = rng.choice([7, 12, 25, 40])
     return Plan(
@@ -124,6 +134,7 @@ def plan_of(seed: int, number: int, only: str = "") -> Plan:
         reorder=rng.choice([0.1, 0.5]) if messages else 0.0,
         broken=0.05 if rng.random() < 0.2 and kind == "stand-in" and not poison else 0.0,
         poison=rng.randrange(rows) if poison else -1,
+        slow=slow,
     )
 
 
@@ -133,7 +144,7 @@ def _stand_in(rng: random.Random, number: int, stopped: bool) -> dict[str, Any]:
     staleness = 0 if deterministic else rng.choice([0, 1, 2])
     size = rng.choice([4, 6])
     return {
-        "steps": rng.choice([8, 10, 12]),
+        "steps": rng.choice([12, 16, 20]),
         "rollouts_per_step": size,
         "group_size": group,
         "players": rng.choice([2, 4, 7]),
@@ -142,6 +153,7 @@ def _stand_in(rng: random.Random, number: int, stopped: bool) -> dict[str, Any]:
         "publish_every": 2 if staleness and rng.random() < 0.3 else 1,
         "checkpoint_every": rng.choice([1, 2, 3, 5]),
         "deterministic": deterministic,
+        "keep_rollouts": rng.choice([0, 3]) if rng.random() < 0.2 else None,
         "seed": number,
         "engine": {"slots": 8, "restarts": 100},
         "rollout": {
@@ -189,8 +201,7 @@ def _life(rng: random.Random, kind: str, journal: bool, stopped: bool, share: in
 
 
 def _kill_at_random(rng: random.Random, life: Life, kind: str, share: int) -> None:
-    longest = 1.4 if kind == "stand-in" else 6.0
-    life.signals.append((rng.uniform(0.05, longest), "kill run", 0.0))
+    life.signals.append((rng.uniform(0.05, LONGEST_LIFE[kind]), "kill run", 0.0))
 
 
 def _kill_at_point(rng: random.Random, life: Life, kind: str, share: int) -> None:
@@ -213,15 +224,15 @@ def _fail_storage(rng: random.Random, life: Life, kind: str, share: int) -> None
 
 
 def _kill_engine(rng: random.Random, life: Life, kind: str, share: int) -> None:
-    life.signals.append((rng.uniform(0.3, 1.2), "kill engine", 0.0))
+    life.signals.append((rng.uniform(0.3, LONGEST_LIFE[kind]), "kill engine", 0.0))
 
 
 def _kill_sandbox(rng: random.Random, life: Life, kind: str, share: int) -> None:
-    life.signals.append((rng.uniform(0.2, 1.0), "kill sandbox", 0.0))
+    life.signals.append((rng.uniform(0.2, LONGEST_LIFE[kind]), "kill sandbox", 0.0))
 
 
 def _damage_snapshot(rng: random.Random, life: Life, kind: str, share: int) -> None:
-    life.signals.append((rng.uniform(0.3, 1.4), "kill run", 0.0))
+    life.signals.append((rng.uniform(0.4, LONGEST_LIFE[kind]), "kill run", 0.0))
     life.damage = rng.choice(["flip", "truncate", "delete", "clutter"])
 
 

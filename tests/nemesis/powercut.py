@@ -110,7 +110,7 @@ class Disk:
         """Play one change; returns the folders whose names changed."""
         op, *rest = change
         match op, rest:
-            case ("C" | "D"), [str(path), str(inode)]:
+            case (("C" | "D"), [str(path), str(inode)]):
                 node = self._inodes[int(inode)] = Node(is_folder=op == "D")
                 folder, name = self._place(path)
                 folder.names[name] = node

@@ -49,9 +49,19 @@ class Straight:
         self.value_updates = 0
         self.fingerprints = [self._fingerprint()]
         """State after 0, 1, 2 … steps."""
-        self.weights = [self._published()]
-        """Bytes of the weights file of version 0, 1, 2 …"""
-        self.parts = [self._parts()]
+        self.weights: list[bytes | None] = [self._published()]
+        """Bytes of the weights file of version 0, 1, 2 …; None where nobody can know them."""
+        self.parts: list[dict[str, list[int]] | None] = [self._parts()]
+
+    def skip_to(self, step: int, parts: dict[str, list[int]]) -> str:
+        """Go on from a snapshot's vectors, where rollouts before it are no longer kept; returns the fingerprint."""
+        self._state = {name: list(parts[name]) for name in SIZES}
+        missing = step - self.version - 1
+        self.version, self.value_updates = step, step * self._updates
+        self.fingerprints += [""] * missing + [self._fingerprint()]
+        self.weights += [*[None] * missing, self._published()]
+        self.parts += [*[None] * missing, self._parts()]
+        return self.fingerprints[-1]
 
     @staticmethod
     def _begin(seed: int, name: str, i: int) -> int:
@@ -89,7 +99,7 @@ class Straight:
         return {name: list(values) for name, values in self._state.items()}
 
 
-def wrong_token(rollout: dict[str, Any], weights: list[bytes]) -> str:
+def wrong_token(rollout: dict[str, Any], weights: list[bytes | None]) -> str:
     """Why a sampled token can't come from the weights of the version that it is stamped with; empty when all can."""
     seed, place = rollout["sampling"]["seed"], rollout["place"]
     for segment in rollout["segments"]:
@@ -102,7 +112,10 @@ def wrong_token(rollout: dict[str, Any], weights: list[bytes]) -> str:
         for i in actions:
             if not 0 <= stamped[i] < len(weights):
                 return f"{rollout['rollout_id']}: token {i} is of version {stamped[i]}, which was never trained"
-            digest = hashlib.sha256(weights[stamped[i]] + f"/{seed}/{place}/{i}".encode()).digest()
+            known = weights[stamped[i]]
+            if known is None:
+                continue
+            digest = hashlib.sha256(known + f"/{seed}/{place}/{i}".encode()).digest()
             token = 0 if digest[0] < 40 else 1 + digest[1] % 127
             log_prob = -(1 + int.from_bytes(digest[2:4], "big")) / 32768
             found = segment["token_ids"][i], segment["rollout_log_probs"][i]

@@ -15,13 +15,14 @@ import os
 import random
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ class Outcome:
     checks: int = 0
     seconds: float = 0.0
     exits: list[str] = field(default_factory=list)
+    compared: bool = False
+    """Whether its hashes were compared with those of a run that nothing happened to."""
 
 
 class Nursery:
@@ -103,11 +106,12 @@ class Trial:
         self._journal = home / "journal"
         self._fired = home / "fired"
         self._damaged: list[int] = []
+        self._base = base
         if base is None:
             self._folder.mkdir(parents=True)
             self._write_tasks()
         else:
-            shutil.copytree(base, home, dirs_exist_ok=True, symlinks=True)
+            shutil.copytree(base / "runs", home / "runs")
         self._disk = Disk(self._folder)
 
     def run(self) -> Outcome:
@@ -124,6 +128,7 @@ class Trial:
                 self._damage(number, life.damage)
             if code == 0 or last:
                 self._check(f"end (life {number}, exit {code})", complete=True)
+                self._compare_with_straight()
                 break
             self._check(f"crash {number} (exit {code})", complete=False)
         self.outcome.seconds = time.monotonic() - began
@@ -134,6 +139,7 @@ class Trial:
             "plan": self.plan.as_json(),
             "number": number,
             "home": str(self._home),
+            "base": str(self._base),
             "points": life.points,
             "environment": {
                 "NEMESIS_ROOT": str(self._folder),
@@ -146,7 +152,12 @@ class Trial:
         process = psutil.Process(self._nursery.start(spec))
         self._signal_in_time(process, list(life.signals))
         code = self._nursery.wait()
-        self._count_fired()
+        unborn = "did not start" in self._last_words() and any("engine" in what for _, what, _ in life.signals)
+        if not self._count_fired() and code not in (0, -signal.SIGKILL) and not unborn:
+            # Broken engines, sandboxes and episodes are data; only a disk that fails may end a run, and an engine that
+            # is killed before it served for the first time.
+            text = f"life {number} ended with code {code}, but no storage failed: {self._last_words()}"
+            self.outcome.findings.append(("unexplained", text))
         return code
 
     def _signal_in_time(self, process: psutil.Process, due: list[tuple[float, str, float]]) -> None:
@@ -179,7 +190,9 @@ class Trial:
         self.outcome.faults[what.replace(" ", "_")] += bool(sent)
         return sent if verb == "stop" else []
 
-    def _count_fired(self) -> None:
+    def _count_fired(self) -> bool:
+        """Add up what happened; says whether a storage operation failed."""
+        failed = False
         for line in self._fired.read_text().splitlines() if self._fired.exists() else []:
             what, _, where = line.partition(" ")
             if what == "point":
@@ -190,6 +203,8 @@ class Trial:
             else:
                 op, _, action = what.split(":")
                 self.outcome.faults[f"storage_{op}_{action}"] += 1
+                failed = True
+        return failed
 
     def _cut_power(self, number: int, how: str) -> None:
         rng = random.Random(f"cut/{self.plan.number}/{number}")
@@ -239,6 +254,24 @@ class Trial:
         self.outcome.findings += [(kind, f"{when}: {text}") for kind, text in found]
         self.outcome.checks += 1
 
+    def _compare_with_straight(self) -> None:
+        """In deterministic mode a run that nothing happens to has the same hash after every step."""
+        plan = self.plan
+        timed = plan.stopped or plan.slow or plan.broken or plan.poison >= 0
+        if not plan.config["deterministic"] or timed or self.outcome.findings:
+            return
+        control = self._home / "control"
+        calm = replace(plan, journal=False, duplicate=0.0, reorder=0.0, lives=[Life()])
+        base = self._base
+        trial = Trial(calm, self._nursery, control, None, base)
+        code = trial._live(0, Life())
+        found, expected = hashes_of(self._folder), hashes_of(trial._folder)
+        if code or found != expected:
+            step = next((n for n, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), len(found))
+            text = f"the hash after step {step} is not that of a straight run (which ended with code {code})"
+            self.outcome.findings.append(("unexplained", text))
+        self.outcome.compared = True
+
     def _facts(self) -> Facts:
         config = self.plan.config
         tiny = self.plan.kind == "tiny"
@@ -254,6 +287,7 @@ class Trial:
             value_updates=2 if tiny else config["value"]["updates_per_step"],
             attempts=config["rollout"].get("attempts", 3),
             seed=config.get("seed", 0),
+            pruned=config.get("keep_rollouts") is not None,
             numeric=not tiny,
             stopped=self.plan.stopped,
             damaged=self._damaged,
@@ -273,6 +307,14 @@ class Trial:
     def _last_words(self) -> str:
         log = self._home / "log"
         return " | ".join(log.read_text(errors="replace").splitlines()[-4:]) if log.exists() else ""
+
+
+def hashes_of(folder: Path) -> list[str]:
+    """State hash after each step of the chain."""
+    with sqlite3.connect(folder / "ledger.sqlite") as db:
+        rows = db.execute("SELECT step, max(lineage), state_hash FROM steps GROUP BY step ORDER BY step").fetchall()
+    db.close()
+    return [digest for _, _, digest in rows]
 
 
 def _children(process: psutil.Process, name: str) -> list[psutil.Process]:
@@ -389,6 +431,7 @@ def summary_of(outcomes: list[Outcome], command: str, seconds: float) -> dict[st
         "crashes": sum(outcome.crashes for outcome in outcomes),
         "most_crashes": max(outcome.crashes for outcome in outcomes),
         "checks": sum(outcome.checks for outcome in outcomes),
+        "compared_with_straight_runs": sum(outcome.compared for outcome in outcomes),
         "faults": dict(sorted(faults.items())),
         "fault_points": dict(sorted(points.items())),
         "storage_faults": shutil.which("cc") is not None or shutil.which("gcc") is not None,

@@ -49,16 +49,14 @@ class StandInPlayers:
             max_length=config.engine.max_length,
             clock=SystemClock(),
         )
-        self.sampling = Sampling(
-            max_new_tokens=config.rollout.max_new_tokens, stop_token_ids=(0,), seed=config.seed
-        )
+        self.sampling = Sampling(max_new_tokens=config.rollout.max_new_tokens, stop_token_ids=(0,), seed=config.seed)
         self._environment = environment
 
     def train_task(self, index: int) -> Task:
         """The calculator's."""
         return self._environment.train_task(index)
 
-    async def ready(self, learner: Any) -> None:
+    async def ready(self) -> None:
         """Nothing to compare: the stub has no log-probabilities of its own."""
 
     def samples(self, first_step: int) -> None:
