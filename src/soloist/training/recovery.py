@@ -54,7 +54,7 @@ async def recover(
     Raises RunError when the steps since the last usable snapshot can't be trained again.
     """
     chain, lineages = await ledger.steps(), await ledger.lineages()
-    found = snapshots.load_newest(note, lambda step, parts: _misfit(step, parts, chain, lineages))
+    found = snapshots.load_newest(note, lambda step, parts: _misfit(step, parts, chain, lineages), set_aside=True)
     first = 0
     if found is not None:
         first, parts = found

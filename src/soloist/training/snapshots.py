@@ -16,9 +16,9 @@ where the run stands. In this order, and after a crash between any two lines rec
     9 the ledger notes it (`sealed`)                  the same, on record              the same
     10 payloads that neither needs are forgotten      the same                         the same
 
-A snapshot counts only when its manifest fits its files and its hash is that of step s - 1 in the ledger; a damaged one
-is named and skipped, and the one before it is never removed first. Tensors in files of the encoder's making, JSON; no
-pickle. Not covered: what the parts mean, who writes them when (`snapshot_writer.py`).
+A snapshot counts only when its manifest fits its files and its hash is that of step s - 1 in the ledger; another one is
+named, skipped and set aside, and the good one before it is never removed first. Tensors in files of the encoder's
+making, JSON; no pickle. Not covered: what the parts mean, who writes them when (`snapshot_writer.py`).
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ Encode = Callable[[Mapping[str, Any]], bytes]
 Decode = Callable[[bytes], dict[str, Any]]
 Part = tuple[dict[str, Any], dict[str, Any]]
 FORMAT = 1
+SKIPPED = "skipped_"
+"""Begins the name of a folder that was set aside."""
 
 
 class SnapshotFolder:
@@ -103,25 +105,38 @@ class SnapshotFolder:
         return sorted(int(match[1]) for match in found if match)
 
     def load_newest(
-        self, complain: Callable[[str], None], misfit: Callable[[int, dict[str, Part]], str] = lambda step, parts: ""
+        self,
+        complain: Callable[[str], None],
+        misfit: Callable[[int, dict[str, Part]], str] = lambda step, parts: "",
+        *,
+        set_aside: bool = False,
     ) -> tuple[int, dict[str, Part]] | None:
         """Newest usable checkpoint as (step, parts), or None. Damaged ones are named through `complain`.
 
-        So are those for which `misfit` gives a reason.
+        So are those for which `misfit` gives a reason. `set_aside` gives the skipped ones another name, so that they
+        don't count when the next save removes all but the last few.
         """
         self._undo_half_replacements()
         for step in reversed(self.steps()):
             path = self._folder / f"step_{step}"
+            damaged = ""
             try:
                 parts = self.load(step)
                 reason = misfit(step, parts)
             except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-                complain(f"checkpoint {path} is damaged and skipped: {error}")
-                continue
-            if not reason:
+                damaged, reason = "damaged and ", str(error)
+            if not (damaged or reason):
                 return step, parts
-            complain(f"checkpoint {path} is skipped: {reason}")
+            complain(f"checkpoint {path} is {damaged}skipped: {reason}")
+            if set_aside:
+                self._set_aside(path)
         return None
+
+    def _set_aside(self, path: Path) -> None:
+        # One is enough to look into what happened; more would fill the disk of a run that is damaged often.
+        for other in self._folder.glob(f"{SKIPPED}*"):
+            shutil.rmtree(other, ignore_errors=True)
+        self._storage.rename(path, path.with_name(f"{SKIPPED}{path.name}"))
 
     def load(self, step: int) -> dict[str, Part]:
         """All parts of one checkpoint. Raises ValueError naming the file that differs from the manifest."""
