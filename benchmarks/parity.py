@@ -300,12 +300,20 @@ def measure(family: str, temperature: float, count: int) -> dict[str, float]:
         "ratio": max(fresh),
     }
     policy_gradients, value_gradients = reference_gradients(latest, value, rollouts, config)
+    padded_policy, padded_value = copy.deepcopy(latest), copy.deepcopy(value)
     before = {name: p.detach().double().clone() for name, p in policy.named_parameters()}
     before_value = {name: p.detach().double().clone() for name, p in value.named_parameters()}
     learner.update_value(rollouts)
     figures["value_gradient"] = relative_difference(before_value, value, value_gradients)
     learner.update_policy(rollouts)
     figures["policy_gradient"] = relative_difference(before, policy, policy_gradients)
+    figures["packed"] = float(learner._packed)
+    padded = learner_of(padded_policy, padded_value, config)
+    padded._packed = False
+    padded.update_value(rollouts)
+    padded.update_policy(rollouts)
+    moves = {name: before[name] - p.detach().double() for name, p in padded_policy.named_parameters()}
+    figures["packed_against_padded"] = relative_difference(before, policy, moves)
     return figures
 
 

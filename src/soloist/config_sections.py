@@ -183,8 +183,6 @@ class AdvantageConfig(Section):
     """Add γ·V of the state after the last token when a budget cut the rollout."""
     order: Literal["value_first", "advantages_first"] = "value_first"
     """Advantages from the critic after its K updates, or before them."""
-    center: bool = False
-    """Subtract the step's mean advantage, which a lagging critic leaves and which moves all tokens in one direction."""
     whiten: bool = False
     """Scale the policy's advantages to mean 0 and standard deviation 1 over the step."""
 

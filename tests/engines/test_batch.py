@@ -11,7 +11,8 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from soloist.config import ModelConfig
 from soloist.engines.local.batch import Answer, ContinuousBatch
-from soloist.engines.local.model_runner import ModelRunner, attention_windows
+from soloist.engines.local.model_runner import ModelRunner
+from soloist.engines.local.own_forward import attention_windows
 from soloist.models.loading import load_policy, save_weights
 from soloist.models.tiny import build_tiny
 from soloist.types import Completion, GenerateRequest, Sampling, WeightsRef
@@ -213,9 +214,9 @@ def newer(folders: dict[str, Path], tmp_path: Path) -> tuple[Any, WeightsRef]:
 
 
 def swapped_after_five_tokens(batch: ContinuousBatch, weights: WeightsRef, request: GenerateRequest) -> Completion:
-    """The first step samples two tokens (prefill and decode), each other step one."""
+    """Each step samples one token, the first one with the prompt."""
     batch.submit(request)
-    for _ in range(4):
+    for _ in range(5):
         assert batch.step() == []
     batch.load(weights)
     answers = []
@@ -368,7 +369,7 @@ def test_abort_returns_what_was_sampled_and_cancel_returns_nothing(models: dict[
         batch.submit(ask(f"q{i}", [3, 4], max_new_tokens=30))
     batch.step()
     some = completions(batch.abort(["q1", "q5"]))
-    assert {name: len(done.token_ids) for name, done in some.items()} == {"q1": 2, "q5": 0}
+    assert {name: len(done.token_ids) for name, done in some.items()} == {"q1": 1, "q5": 0}
     batch.cancel("q0")
     batch.cancel("q4")
     rest = completions(batch.abort(None))

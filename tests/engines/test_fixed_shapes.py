@@ -8,7 +8,8 @@ from transformers import PreTrainedModel
 
 from soloist.config import ModelConfig
 from soloist.engines.local.batch import ContinuousBatch
-from soloist.engines.local.model_runner import CHUNK, ModelRunner
+from soloist.engines.local.model_runner import ModelRunner
+from soloist.engines.local.own_forward import CHUNK
 from soloist.models.loading import load_policy
 from soloist.models.tiny import build_tiny
 from soloist.types import Completion, GenerateRequest, Sampling

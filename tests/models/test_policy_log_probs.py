@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from soloist.config import ModelConfig
 from soloist.models.policy import action_log_probs
+from soloist.models.rows import padded_rows
 from soloist.models.tiny import tiny_policy
 from soloist.models.tokenizer import build_tokenizer
 
@@ -56,8 +57,7 @@ def test_log_probs_and_entropy_equal_a_float64_loop(model: PreTrainedModel, temp
     ids = batch(padding=1)
     expected, expected_entropy = reference(model, ids, temperature)
     with torch.no_grad():
-        log_probs, entropy = action_log_probs(model, ids, ROWS, POSITIONS, temperature, with_entropy=True)
-    assert entropy is not None
+        log_probs, entropy = action_log_probs(model, padded_rows(ids, ROWS, POSITIONS), temperature)
     torch.testing.assert_close(log_probs.double(), torch.tensor(expected).double(), atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(entropy.double(), torch.tensor(expected_entropy).double(), atol=2e-5, rtol=1e-5)
     assert log_probs.std() > 0.3
@@ -65,10 +65,10 @@ def test_log_probs_and_entropy_equal_a_float64_loop(model: PreTrainedModel, temp
 
 def test_what_stands_in_the_padding_changes_nothing(model: PreTrainedModel) -> None:
     with torch.no_grad():
-        one, _ = action_log_probs(model, batch(padding=1), ROWS, POSITIONS, 1.0)
-        two, _ = action_log_probs(model, batch(padding=2), ROWS, POSITIONS, 1.0)
+        one, _ = action_log_probs(model, padded_rows(batch(padding=1), ROWS, POSITIONS), 1.0)
+        two, _ = action_log_probs(model, padded_rows(batch(padding=2), ROWS, POSITIONS), 1.0)
         wider = torch.cat([batch(padding=1), torch.zeros(3, 7, dtype=torch.long)], dim=1)
-        three, _ = action_log_probs(model, wider, ROWS, POSITIONS, 1.0)
+        three, _ = action_log_probs(model, padded_rows(wider, ROWS, POSITIONS), 1.0)
     assert not torch.equal(batch(padding=1), batch(padding=2))
     torch.testing.assert_close(one, two, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(one, three, atol=5e-6, rtol=1e-6)
@@ -80,8 +80,8 @@ def test_later_tokens_of_the_row_do_not_leak_into_earlier_ones(model: PreTrained
     changed[1, 10:] = 7
     rows, positions = torch.tensor([1, 1]), torch.tensor([9, 12])
     with torch.no_grad():
-        before, _ = action_log_probs(model, ids, rows, positions, 1.0)
-        after, _ = action_log_probs(model, changed, rows, positions, 1.0)
+        before, _ = action_log_probs(model, padded_rows(ids, rows, positions), 1.0)
+        after, _ = action_log_probs(model, padded_rows(changed, rows, positions), 1.0)
     assert before[0].item() == pytest.approx(after[0].item(), abs=1e-6)
     assert before[1].item() != pytest.approx(after[1].item(), abs=1e-3)
 
@@ -89,16 +89,19 @@ def test_later_tokens_of_the_row_do_not_leak_into_earlier_ones(model: PreTrained
 def test_results_are_fp32_and_differentiable_in_bfloat16_too() -> None:
     model = tiny_policy(ModelConfig(hidden_size=32, layers=1, heads=2, mlp_size=48), 0, build_tokenizer())
     low, full = model.to(torch.bfloat16), batch(padding=1)
-    log_probs, entropy = action_log_probs(low, full, ROWS, POSITIONS, 1.0)
+    log_probs, entropy = action_log_probs(low, padded_rows(full, ROWS, POSITIONS), 1.0)
     assert log_probs.dtype == torch.float32
-    assert entropy is None
+    assert entropy.dtype == torch.float32
+    assert not entropy.requires_grad
     log_probs.sum().backward()
     assert all(p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in low.parameters())
 
 
 def test_the_gradient_of_one_token_is_that_of_plain_cross_entropy(model: PreTrainedModel) -> None:
     ids = batch(padding=1)[1:2]
-    log_probs, _ = action_log_probs(model, ids, torch.zeros(13, dtype=torch.long), torch.arange(1, 14), 1.0)
+    log_probs, _ = action_log_probs(
+        model, padded_rows(ids, torch.zeros(13, dtype=torch.long), torch.arange(1, 14)), 1.0
+    )
     weight = model.model.norm.weight
     (own,) = torch.autograd.grad(-log_probs.mean(), weight)
     logits = model(input_ids=ids).logits[0, :-1]
@@ -111,7 +114,7 @@ def test_the_gradient_of_one_token_is_that_of_plain_cross_entropy(model: PreTrai
     ("rows", "positions", "temperature", "message"),
     [
         ([0], [0], 1.0, "positions span 0 … 0"),
-        ([0, 1], [3, 14], 1.0, "positions span 3 … 14"),
+        ([0, 1], [3, 15], 1.0, "positions span 3 … 15"),
         ([3], [1], 1.0, "rows span 3 … 3"),
         ([-1], [1], 1.0, "rows span -1"),
         ([0, 1], [1], 1.0, r"rows \[2\], positions \[1\]"),
@@ -123,12 +126,11 @@ def test_selections_that_would_wrap_round_are_refused(
     model: PreTrainedModel, rows: list[int], positions: list[int], temperature: float, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        action_log_probs(model, batch(1), torch.tensor(rows), torch.tensor(positions), temperature)
+        action_log_probs(model, padded_rows(batch(1), torch.tensor(rows), torch.tensor(positions)), temperature)
 
 
 def test_an_empty_selection_gives_an_empty_result(model: PreTrainedModel) -> None:
     nothing = torch.zeros(0, dtype=torch.long)
-    log_probs, entropy = action_log_probs(model, batch(1), nothing, nothing, 1.0, with_entropy=True)
+    log_probs, entropy = action_log_probs(model, padded_rows(batch(1), nothing, nothing), 1.0)
     assert log_probs.shape == (0,)
-    assert entropy is not None
     assert entropy.shape == (0,)

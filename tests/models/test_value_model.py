@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from soloist.config import ModelConfig, ValueConfig
 from soloist.models.optimizers import build_optimizer, optimizer_state
+from soloist.models.rows import padded_rows
 from soloist.models.tiny import build_tiny, tiny_policy
 from soloist.models.tokenizer import build_tokenizer
 from soloist.models.value import ValueModel, freeze_parameters
@@ -43,7 +44,9 @@ def train(model: ValueModel, steps: int = 4) -> torch.optim.AdamW:
     optimizer = build_optimizer(model.parameters(), lr=1e-2, weight_decay=0.1)
     for step in range(steps):
         loss = (
-            (model.values(random_ids(seed=step), ROWS, POSITIONS) - torch.tensor([1.0, 0.0, 0.5, -1.0])).square().mean()
+            (model.values(padded_rows(random_ids(seed=step), ROWS, POSITIONS)) - torch.tensor([1.0, 0.0, 0.5, -1.0]))
+            .square()
+            .mean()
         )
         optimizer.zero_grad()
         loss.backward()
@@ -55,7 +58,7 @@ def test_a_new_value_model_says_zero_everywhere_and_shares_nothing_with_the_poli
     policy: PreTrainedModel,
 ) -> None:
     model = ValueModel.from_policy(policy)
-    assert torch.equal(model.values(random_ids(), ROWS, POSITIONS), torch.zeros(4))
+    assert torch.equal(model.values(padded_rows(random_ids(), ROWS, POSITIONS)), torch.zeros(4))
     own, copied = dict(policy.base_model.named_parameters()), dict(model.backbone.named_parameters())
     assert own.keys() == copied.keys()
     assert all(torch.equal(own[name], copied[name]) for name in own)
@@ -72,7 +75,7 @@ def test_a_value_model_from_a_folder_equals_one_from_the_model(tmp_path: Path) -
     low = ValueModel.from_policy(folder, dtype="bfloat16")
     assert low.head.weight.dtype == torch.float32
     assert next(low.backbone.parameters()).dtype == torch.bfloat16
-    assert low.values(random_ids(), ROWS, POSITIONS).dtype == torch.float32
+    assert low.values(padded_rows(random_ids(), ROWS, POSITIONS)).dtype == torch.float32
 
 
 def test_a_frozen_policy_gives_a_value_model_that_trains(policy: PreTrainedModel) -> None:
@@ -90,7 +93,7 @@ def test_values_are_read_before_the_token_by_a_slow_reference(policy: PreTrained
         for row, position in zip(ROWS.tolist(), POSITIONS.tolist(), strict=True):
             hidden = model.backbone(input_ids=ids[row : row + 1, :position]).last_hidden_state[0, -1].double()
             expected.append((hidden @ weight).item() + bias)
-        values = model(ids, ROWS, POSITIONS)
+        values = model(padded_rows(ids, ROWS, POSITIONS))
     torch.testing.assert_close(values.double(), torch.tensor(expected).double(), atol=1e-5, rtol=1e-5)
     assert values.std() > 0.1
 
@@ -102,7 +105,9 @@ def test_a_value_sees_every_token_before_it_and_none_from_it_on(policy: PreTrain
     changed[0, 5] = (changed[0, 5] + 1) % 126
     rows, positions = torch.tensor([0, 0, 0, 1]), torch.tensor([5, 6, 8, 8])
     with torch.no_grad():
-        difference = (model.values(ids, rows, positions) - model.values(changed, rows, positions)).abs()
+        difference = (
+            model.values(padded_rows(ids, rows, positions)) - model.values(padded_rows(changed, rows, positions))
+        ).abs()
     assert difference[[0, 3]].max() < 1e-6
     assert difference[[1, 2]].min() > 1e-4
 
@@ -113,16 +118,20 @@ def test_padding_does_not_change_the_state_after_the_last_token(policy: PreTrain
     padded = torch.cat([ids, random_ids(rows=1, length=5, seed=3)], dim=1)
     row, last = torch.tensor([0]), torch.tensor([6])
     with torch.no_grad():
-        assert model.values(ids, row, last).item() == pytest.approx(model.values(padded, row, last).item(), abs=2e-6)
-        assert model.values(ids, row, last).item() != pytest.approx(model.values(ids, row, last - 1).item(), abs=1e-3)
+        assert model.values(padded_rows(ids, row, last)).item() == pytest.approx(
+            model.values(padded_rows(padded, row, last)).item(), abs=2e-6
+        )
+        assert model.values(padded_rows(ids, row, last)).item() != pytest.approx(
+            model.values(padded_rows(ids, row, last - 1)).item(), abs=1e-3
+        )
 
 
 @pytest.mark.parametrize("position", [0, 9, -1])
 def test_positions_without_a_state_are_refused(policy: PreTrainedModel, position: int) -> None:
     model = ValueModel.from_policy(policy)
     with pytest.raises(ValueError, match=f"positions span {position} … {position}.* 1 … 8"):
-        model.values(random_ids(), torch.tensor([0]), torch.tensor([position]))
-    assert model.values(random_ids(), torch.tensor([0]), torch.tensor([8])).shape == (1,)
+        model.values(padded_rows(random_ids(), torch.tensor([0]), torch.tensor([position])))
+    assert model.values(padded_rows(random_ids(), torch.tensor([0]), torch.tensor([8]))).shape == (1,)
 
 
 def test_default_freezing_holds_attention_and_embeddings_bitwise_while_the_rest_moves(policy: PreTrainedModel) -> None:

@@ -42,6 +42,9 @@ class NumericLearner:
     def __init__(self, salt: str = "") -> None:
         self.version, self.policy, self.value, self.salt = 0, "", "", salt
 
+    def prepare(self, rollout: Rollout) -> None:
+        pass
+
     async def update_value(self, rollouts: Sequence[Rollout]) -> dict[str, float | None]:
         self.value = digest(self.value, self.salt, *map(content, rollouts))
         return {"critic/loss": 1.0}

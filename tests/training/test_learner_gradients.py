@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import math
 import random
+import statistics
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -162,9 +164,12 @@ class Reference:
         tokens = sum(r.action_tokens for r in rollouts)
         loss, masked = torch.zeros((), dtype=torch.float64), 0
         found = [self.advantages(rollout, bootstrap) for rollout, bootstrap in zip(rollouts, bootstraps, strict=True)]
-        center = sum(map(sum, found)) / tokens if self.config.advantage.center else 0.0
+        flat = [advantage for own in found for advantage in own]
+        center, scale = 0.0, 1.0
+        if self.config.advantage.whiten:
+            center, scale = statistics.fmean(flat), 1 / statistics.pstdev(flat)
         for rollout, own in zip(rollouts, found, strict=True):
-            advantages = iter([advantage - center for advantage in own])
+            advantages = iter([(advantage - center) * scale for advantage in own])
             for segment in rollout.segments:
                 ids = segment.token_ids
                 logits = self.policy(input_ids=torch.tensor([ids]), use_cache=False).logits[0] / TEMPERATURE
@@ -242,12 +247,13 @@ def test_bootstrapping_a_truncated_rollout_takes_the_value_before_the_updates(ba
     assert difference(moves, expected) < 2e-5
 
 
-def test_centered_advantages_lose_the_mean_of_the_step(base: Any) -> None:
-    learner, reference, rollouts = build(base, config_for(advantage={"gamma": 0.98, "center": True}))
+def test_whitened_advantages_have_mean_0_and_deviation_1_over_the_step(base: Any) -> None:
+    learner, reference, rollouts = build(base, config_for(advantage={"gamma": 0.98, "whiten": True}))
     moves, metrics = one_step(learner, rollouts)
     expected, _ = reference_step(reference, rollouts)
     assert difference(moves, expected) < 2e-5
     assert metrics["advantage/mean"] == pytest.approx(0, abs=1e-6)
+    assert metrics["advantage/std"] == pytest.approx(1, abs=1e-6)
 
 
 @pytest.mark.parametrize("budget", [60, 200, 100_000])
@@ -284,7 +290,7 @@ def _break_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     real = learner_module.action_log_probs
     monkeypatch.setattr(
         learner_module, "action_log_probs",
-        lambda model, ids, rows, positions, *a, **k: real(model, ids, rows, (positions - 1).clamp(min=1), *a, **k),
+        lambda model, micro, t: real(model, replace(micro, before_t=(micro.before_t - 1).clamp(min=0)), t),
     )  # fmt: skip
 
 

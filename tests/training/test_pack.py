@@ -11,7 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from soloist.training.pack import StepBatch, micro_batches, minibatches, pack, per_rollout
+from soloist.training.pack import (
+    StepBatch,
+    micro_batches,
+    minibatches,
+    pack,
+    per_rollout,
+    rollout_arrays,
+    states_after_the_end,
+)
 from soloist.types import Failure, Rollout, Segment, Turn, VersionSpan
 
 Play = tuple[int, int, int, float]
@@ -132,34 +140,45 @@ def test_the_reward_of_an_empty_first_turn_goes_to_the_first_action_token() -> N
     assert batch.rewards_T.dtype == torch.float32
 
 
-@given(steps(), st.integers(1, 60))
-def test_micro_batches_cover_all_tokens_once_for_any_budget_and_exceed_it_only_with_a_single_row(
-    rollouts: list[Rollout], budget: int
+@given(steps(), st.integers(1, 60), st.booleans())
+def test_micro_batches_cover_all_tokens_once_and_name_them_as_the_step_does(
+    rollouts: list[Rollout], budget: int, packed: bool
 ) -> None:
     batch = pack(rollouts)
-    micros = micro_batches(batch, budget)
+    micros = micro_batches(batch, budget, packed=packed)
     tokens = [token for micro in micros for token in micro.tokens_t.tolist()]
     assert sorted(tokens) == list(range(batch.tokens))
     for micro in micros:
-        rows, width = micro.input_ids_BL.shape
-        assert rows * width <= budget or rows == 1
-        # What a token's row says at its position is the token itself.
-        packed = [
-            batch.sequences[int(s)][int(p)]
-            for s, p in zip(batch.segment_T[micro.tokens_t], micro.positions_t, strict=True)
+        expected = [
+            batch.sequences[batch.segment_T[token]][batch.position_T[token]] for token in micro.tokens_t.tolist()
         ]
-        assert micro.input_ids_BL[micro.rows_t, micro.positions_t].tolist() == [int(token) for token in packed]
+        assert micro.targets_t.tolist() == expected
 
 
-@given(steps(), st.integers(1, 60))
-def test_a_row_holds_its_whole_sequence_from_the_first_token_on(rollouts: list[Rollout], budget: int) -> None:
+@given(steps(), st.booleans())
+def test_arrays_made_before_give_the_same_step(rollouts: list[Rollout], shuffled: bool) -> None:
+    scores = [float(number) for number in range(len(rollouts))] if shuffled else None
+    arrays = [rollout_arrays(rollout) for rollout in rollouts]
+    one, two = pack(rollouts, scores=scores), pack(rollouts, scores=scores, arrays=arrays)
+    assert torch.equal(one.rewards_T, two.rewards_T)
+    assert torch.equal(one.rollout_log_probs_T, two.rollout_log_probs_T)
+    assert pack(rollouts, scores=scores, arrays=arrays).rewards_T.tolist() == one.rewards_T.tolist(), "used up"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_states_after_the_end_are_those_of_truncated_rollouts_last_segments(packed: bool) -> None:
+    rollouts = [
+        rollout_of([[(0, 1, 0, 0.0)], [(0, 2, 0, 0.0)]], name=0, status="truncated", truncated=True),
+        rollout_of([[(0, 4, 0, 0.0)]], name=1),
+        rollout_of([[(0, 3, 0, 0.0)]], name=2, status="truncated", truncated=True),
+    ]
     batch = pack(rollouts)
-    for micro in micro_batches(batch, budget):
-        for row, position, token in zip(micro.rows_t, micro.positions_t, micro.tokens_t, strict=True):
-            sequence = batch.sequences[int(batch.segment_T[token])]
-            assert torch.equal(micro.input_ids_BL[row, : len(sequence)], sequence)
-            assert position >= 1
-            assert int(micro.input_ids_BL[row, len(sequence) :].sum()) == 0
+    (micro,) = states_after_the_end(batch, 100, packed=packed)
+    assert sorted(micro.tokens_t.tolist()) == [0, 2]
+    for rollout, place in zip(micro.tokens_t.tolist(), micro.before_t.tolist(), strict=True):
+        last = rollouts[rollout].segments[-1].token_ids[-1]
+        assert micro.input_ids_BL.flatten()[place] == last
+    assert states_after_the_end(pack(rollouts[1:2]), 100, packed=packed) == []
 
 
 @given(steps(), st.integers(1, 8), st.integers(1, 60))
@@ -238,7 +257,7 @@ def test_truncation_and_the_last_segment_are_known_for_the_bootstrap() -> None:
         rollout_of([[(0, 1, 0, 0.0)]], name=1),
     ]
     batch = pack(rollouts)
-    assert batch.truncated_R.tolist() == [True, False]
+    assert batch.truncated_R == [True, False]
     assert batch.last_segment_R.tolist() == [1, 2]
     assert batch.sequences[2].tolist() == rollouts[1].segments[0].token_ids
 

@@ -1,6 +1,6 @@
 """The value model: the policy's transformer without its vocabulary head, with a scalar head in fp32 (methods §1.3).
 
-Legend: B rows of a padded batch, L its length, T selected tokens.
+Legend: B rows of a micro-batch, L its length, t its selected tokens.
 
 Guarantees: V of a token is the value of the state *before* it is emitted; parameters are named `backbone.…` and
 `head.…` for every architecture; frozen parameters get no gradient, hence no optimizer state, and don't
@@ -13,14 +13,17 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from soloist.models.frozen import FrozenStates
 from soloist.models.loading import load_policy
-from soloist.models.policy import check_selection
+from soloist.models.packed import model_inputs
+from soloist.models.rows import MicroBatch
 
 
 class ValueModel(nn.Module):
@@ -52,22 +55,20 @@ class ValueModel(nn.Module):
             backbone = copy.deepcopy(policy.base_model)
         return cls(backbone).requires_grad_(True).eval()
 
-    def values(self, input_ids_BL: Tensor, rows_T: Tensor, positions_T: Tensor) -> Tensor:
-        """V_t of the state before token t: read at `positions_T` − 1, which has seen everything up to there (eqs 4–5).
+    def values(self, micro: MicroBatch, recall: FrozenStates | None = None) -> Tensor:
+        """V_t of the state before token t, which has seen everything up to there (eqs 4–5), float32 [t].
 
-        A position equal to the length of a row's tokens gives the state after its last token, for the bootstrap of a
-        truncated rollout. Shapes: `input_ids_BL` [B, L] int64, padded on the right without a mask (see `policy.py`);
-        `rows_T`, `positions_T` [T] int64; result [T] fp32, in units of reward. Raises ValueError for positions
-        outside 1 … L.
+        A token after the end of its sequence asks for the state that a truncated rollout stopped in. Units: reward.
+        With `recall`, the frozen first layers are computed at the first call with that micro-batch only.
         """
-        check_selection(input_ids_BL, rows_T, positions_T, last=input_ids_BL.shape[1])
-        hidden_BLD = self.backbone(input_ids=input_ids_BL, use_cache=False).last_hidden_state
-        values_T: Tensor = self.head(hidden_BLD[rows_T, positions_T - 1].float()).squeeze(-1)
-        return values_T
+        with recall.of(micro) if recall is not None else nullcontext():
+            hidden_BLD = self.backbone(**model_inputs(micro)).last_hidden_state
+        values_t: Tensor = self.head(hidden_BLD.flatten(0, 1)[micro.before_t].float()).squeeze(-1)
+        return values_t
 
-    def forward(self, input_ids_BL: Tensor, rows_T: Tensor, positions_T: Tensor) -> Tensor:
+    def forward(self, micro: MicroBatch) -> Tensor:
         """The same as `values`."""
-        return self.values(input_ids_BL, rows_T, positions_T)
+        return self.values(micro)
 
 
 def freeze_parameters(module: nn.Module, patterns: Sequence[str]) -> list[str]:

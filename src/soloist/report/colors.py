@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import math
 
+DEEPEST = 0.65
+"""Share of the full colour at the ends of a scale; the rest is white."""
+
 
 class Scale:
     """Values to colours: diverging around a centre, or from white upwards.
@@ -25,9 +28,9 @@ class Scale:
         share = (inner - self.low) / ((self.high - self.low) or 1.0)
         share = min(1.0, max(0.0, share))
         if self.centre is None:
-            return _blend((58, 125, 68), share * 0.75)
+            return _blend((58, 125, 68), share * DEEPEST)
         side = 2 * share - 1
-        return _blend((200, 100, 30) if side > 0 else (27, 108, 168), abs(side) * 0.75)
+        return _blend((200, 100, 30) if side > 0 else (27, 108, 168), abs(side) * DEEPEST)
 
     def at(self, share: float) -> float:
         """The value at a share of the scale."""

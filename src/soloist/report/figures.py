@@ -28,6 +28,8 @@ SIZE = (5.2, 2.9)
 """Inches; small, so that labels stay readable when a phone shows the picture at its width."""
 DPI = 144
 TABLE_ROWS = 12
+FEWEST_BARS = 4
+"""Places for bars: two alone would fill the picture."""
 AREA: dict[str, Any] = {"color": "#c9d6df"}
 OUTLINE: dict[str, Any] = {"color": BLUE, "histtype": "step", "linewidth": 1.6}
 
@@ -122,6 +124,7 @@ def masked(files: RunFiles) -> Panel | None:
     if len(ages) <= 10:
         axes.bar_label(bars, [f"{share:.2g} %" for share in shares], color=INK, fontsize=9, padding=2)
     axes.set_ylim(0, max([*shares, 0.1]) * 1.25)
+    axes.set_xlim(-0.6, max(len(ages), FEWEST_BARS) - 0.4)
     finish(axes, "staleness of the rollout, in versions", "masked tokens, %")
     rows = [
         (age, f"{tokens:,}", outside, percent(outside / max(1, tokens), 3)) for age, (tokens, outside) in counts.items()
@@ -164,6 +167,7 @@ def staleness(files: RunFiles) -> Panel | None:
     if len(everyone) <= 10:
         axes.bar_label(bars, [percent(ages[age] / total, 0) for age in everyone], color=INK, fontsize=9, padding=2)
     axes.margins(y=0.15)
+    axes.set_xlim(-0.6, max(len(everyone), FEWEST_BARS) - 0.4)
     finish(axes, "version trained − version of the oldest token", "trained rollouts")
     rows = [(age, f"{ages[age]:,}", percent(ages[age] / total)) for age in everyone]
     bound = files.config.get("max_staleness", "–")

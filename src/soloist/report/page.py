@@ -120,11 +120,17 @@ def _headline(files: RunFiles, now: float) -> str:
     made_by = " · ".join(f"{name} {origin[name]}" for name in names if origin.get(name))
     if not origin:
         files.miss("origin.jsonl is missing, so versions and commit of the run are not known.")
-    made = datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    last = max((r["time"] for r in files.metrics if isinstance(r.get("time"), int | float)), default=None)
+    state += f" · last record {_moment(last)}" if last is not None else ""
     return (
         f"<header><h1>{text(files.name)}</h1><p class='facts'>{text(' · '.join(facts), 600)}</p>"
-        f"<p class='facts'>{text(made_by, 400)}</p><p class='facts'>{text(state)} · report of {made}</p></header>"
+        f"<p class='facts'>{text(made_by, 400)}</p>"
+        f"<p class='facts'>{text(state)} · report of {_moment(now)}</p></header>"
     )
+
+
+def _moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _missing(files: RunFiles) -> str:
@@ -148,21 +154,11 @@ def _figure(panel: Panel) -> str:
 def _setup(files: RunFiles) -> str:
     rows = [(name, value) for name, value in flat(files.config)]
     stages = [(stage, name, value) for stage, found in files.stages.items() for name, value in flat(found)]
-    lives = [
-        (
-            datetime.fromtimestamp(float(o.get("time", 0)), UTC).strftime("%Y-%m-%d %H:%M"),
-            *(o.get(n) for n in ("commit", "torch")),
-        )
-        for o in files.origins
-    ]
+    lives = [(_moment(float(o.get("time", 0))), *(o.get(n) for n in ("commit", "torch"))) for o in files.origins]
     return (
         details("Results of the stages", table(("stage", "figure", "value"), stages))
         + details("Config", table(("key", "value"), rows))
-        + (
-            details("Processes that worked on the run", table(("start, UTC", "commit", "torch"), lives))
-            if lives
-            else ""
-        )
+        + (details("Processes that worked on the run", table(("start", "commit", "torch"), lives)) if lives else "")
     )
 
 

@@ -188,7 +188,7 @@ def _tokens(index: int, sample: Row, scales: dict[str, Scale]) -> str:
         f"{' checked' if view == 'mask' else ''}><label for='view{index}{view}'>{view}</label>"
         for view in views
     )
-    legends = "".join(f"<p class='legend {view}'>{_legend(view, scales)}</p>" for view in views)
+    legends = "".join(f"<p class='legend {view}'>{_legend(view, scales, measured)}</p>" for view in views)
     tokens, left = [], MOST_TOKENS
     for number_, segment in enumerate(sample["segments"]):
         if number_ and left > 0:
@@ -225,7 +225,9 @@ def _visible(token: str) -> str:
     return (text(marked[:TOKEN_CHARS]) or "∅") + cut + breaks
 
 
-def _legend(view: str, scales: dict[str, Scale]) -> str:
+def _legend(view: str, scales: dict[str, Scale], measured: bool) -> str:
+    if not measured:
+        return "<i class='a'>action</i> <i class='o'>observation: never trained</i> Masked tokens are not on record."
     if view == "mask":
         return (
             "<i class='a'>action</i> <i class='x'>action, masked: outside the trust region</i> "

@@ -1,5 +1,7 @@
 """The learner: K value updates, advantages, one policy update, weights out. One device; it packs rollouts itself.
 
+Micro-batches are packed rows where models allow it (tried at the start, `models/packed.py`), else padded rows.
+
 A step has two passes. The statistics pass (`_begin`, `_advantages`) makes everything that depends on the whole step:
 aggregation weights, value targets, advantages. The loss pass goes over micro-batches and only sums, so micro-batches,
 packing and order do not change the update (methods §1.1, §9).
@@ -29,16 +31,30 @@ from soloist.config import LossConfig, RunConfig
 from soloist.environments.base import keyed_random
 from soloist.errors import RunError
 from soloist.metrics import mean
+from soloist.models.frozen import FrozenStates
 from soloist.models.loading import DTYPES, save_weights
 from soloist.models.optimizers import WarmupSchedule, build_optimizer, load_optimizer_state, optimizer_state
+from soloist.models.packed import packs
 from soloist.models.policy import action_log_probs
+from soloist.models.rows import MicroBatch
 from soloist.models.value import ValueModel, freeze_parameters
 from soloist.seams import fault_point
 from soloist.training.fingerprint import fingerprint
-from soloist.training.pack import MicroBatch, StepBatch, micro_batches, minibatches, pack, per_rollout
+from soloist.training.pack import (
+    RolloutArrays,
+    StepBatch,
+    micro_batches,
+    minibatches,
+    pack,
+    per_rollout,
+    rollout_arrays,
+    states_after_the_end,
+)
 from soloist.training.random_state import load_random_state, random_state
 from soloist.training.samples import TokenTable, taught
 from soloist.types import Rollout, WeightsRef
+
+READY_LIMIT = 4096  # rollouts prepared ahead of their step
 
 Metrics = dict[str, float | None]
 State = dict[str, tuple[dict[str, Tensor], dict[str, Any]]]
@@ -68,6 +84,8 @@ class Learner:
         self._value_updates = 0
         self._step: _Step | None = None
         self.tokens: TokenTable | None = None
+        self._packed = packs(policy) and packs(value.backbone)
+        self._ready: dict[str, tuple[Rollout, RolloutArrays]] = {}
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
@@ -79,7 +97,7 @@ class Learner:
         before_T = torch.zeros_like(batch.rewards_T)
         total = torch.zeros((), device=before_T.device)
         for micro in step.micros:
-            values_t = self.value.values(micro.input_ids_BL, micro.rows_t, micro.positions_t)
+            values_t = self.value.values(micro, step.recall)
             before_T[micro.tokens_t] = values_t.detach()
             loss = value_loss(values_t, step.targets_T[micro.tokens_t], weights_T[micro.tokens_t])
             loss.backward()
@@ -115,11 +133,11 @@ class Learner:
         batch, loss_config = step.batch, self.config.loss
         weights_T = _weights_of(batch, members, loss_config.loss_agg_mode, loss_config.fixed_length)
         whole_step = self.config.policy.minibatches == 1
-        micros = step.micros if whole_step else micro_batches(batch, self.config.token_budget, members)
-        log_probs_T = torch.zeros_like(batch.rewards_T)
+        micros = step.micros if whole_step else self._micro_batches(batch, members)
+        log_probs_T, temperature = torch.zeros_like(batch.rewards_T), self.config.rollout.temperature
         total = torch.zeros((), device=log_probs_T.device)
         for micro in micros:
-            log_probs_t, entropy_t = self._log_probs(micro)
+            log_probs_t, entropy_t = action_log_probs(self.policy, micro, temperature)
             log_probs_T[micro.tokens_t] = log_probs_t.detach()
             loss, metrics = POLICY_LOSSES[loss_config.policy_loss](
                 log_probs_t,
@@ -131,7 +149,7 @@ class Learner:
             )
             loss.backward()
             total += loss.detach()
-            sums.append(metrics | {"actor/entropy": entropy_t.detach().sum()})
+            sums.append(metrics | {"actor/entropy": entropy_t.sum()})
         step.note_log_probs(micros, log_probs_T)
         lr = self._policy_schedule.apply(self._policy_optimizer, self._policy_updates)
         norm = self._apply(self.policy, self._policy_optimizer, self.config.policy.max_grad_norm, log_probs_T, step)
@@ -145,13 +163,14 @@ class Learner:
         ids = [rollout.rollout_id for rollout in rollouts]
         if self._step is not None and self._step.batch.rollout_ids == ids:
             return self._step
-        batch = pack(rollouts, self.config.model.device, self._shuffled_scores(rollouts))
-        step = _Step(batch, micro_batches(batch, self.config.token_budget))
+        batch = self._pack(rollouts)
+        step = _Step(batch, self._micro_batches(batch), FrozenStates(self.value.backbone))
         advantage = self.config.advantage
         if advantage.bootstrap_truncated:
-            step.bootstrap_R = self._values_after_the_end(batch)
+            ends = states_after_the_end(batch, self.config.token_budget, packed=self._packed)
+            step.bootstrap_R = self.values(ends, batch.rollouts)
         if advantage.order == "advantages_first" or self.config.value.lambda_value < 1:
-            step.values_T = self.values(step.micros, batch.tokens)
+            step.values_T = self.values(step.micros, batch.tokens, step.recall)
         step.targets_T = value_targets(
             batch.rewards_T,
             step.values_T if step.values_T is not None else torch.zeros_like(batch.rewards_T),
@@ -168,7 +187,7 @@ class Learner:
     def _advantages(self, step: _Step) -> Tensor:
         """Skip-observation GAE with the fresh critic (or, as set, the critic before its updates), shape [T]."""
         settings, batch = self.config.advantage, step.batch
-        values_T = step.values_T if step.values_T is not None else self.values(step.micros, batch.tokens)
+        values_T = step.values_T if step.values_T is not None else self.values(step.micros, batch.tokens, step.recall)
         step.values_T = values_T
         lam: float | Tensor | None = settings.lambda_policy
         if lam is None:
@@ -183,25 +202,38 @@ class Learner:
         )
         if settings.whiten:
             return whiten(advantages_T, torch.ones_like(advantages_T, dtype=torch.bool))
-        return advantages_T - advantages_T.mean() if settings.center else advantages_T
+        return advantages_T
 
     @torch.no_grad()
-    def values(self, micros: Sequence[MicroBatch], tokens: int) -> Tensor:
-        """V of the state before each trainable token, float32 [T], without gradient."""
+    def values(self, micros: Sequence[MicroBatch], tokens: int, recall: FrozenStates | None = None) -> Tensor:
+        """V of the state before each selected token of the micro-batches, float32 [T], 0 elsewhere; no gradient."""
         values_T = torch.zeros(tokens, device=self.config.model.device)
         for micro in micros:
-            values_T[micro.tokens_t] = self.value.values(micro.input_ids_BL, micro.rows_t, micro.positions_t)
+            values_T[micro.tokens_t] = self.value.values(micro, recall)
         return values_T
 
-    @torch.no_grad()
-    def _values_after_the_end(self, batch: StepBatch) -> Tensor:
-        """V of the state in which a truncated rollout stopped, 0 for all others, float32 [R]."""
-        bootstrap_R = torch.zeros(batch.rollouts, device=batch.rewards_T.device)
-        for index in batch.truncated_R.nonzero().flatten().tolist():
-            row = batch.sequences[int(batch.last_segment_R[index])].unsqueeze(0)
-            place = torch.tensor([0], device=row.device), torch.tensor([row.shape[1]], device=row.device)
-            bootstrap_R[index] = self.value.values(row, *place)[0]
-        return bootstrap_R
+    def prepare(self, rollout: Rollout) -> None:
+        """Make a rollout's arrays now, so that the step it will be trained in has only to join them.
+
+        For any thread. What can't be trained is left for `update_value` to refuse.
+        """
+        try:
+            arrays = rollout_arrays(rollout)
+        except ValueError:
+            return
+        while len(self._ready) >= READY_LIMIT:  # rollouts that were dropped for their age are never asked for
+            self._ready.pop(next(iter(self._ready)))
+        self._ready[rollout.rollout_id] = rollout, arrays
+
+    def _pack(self, rollouts: Sequence[Rollout]) -> StepBatch:
+        arrays = []
+        for rollout in rollouts:
+            known, own = self._ready.pop(rollout.rollout_id, (None, None))
+            arrays.append(own if own is not None and known is rollout else rollout_arrays(rollout))
+        return pack(rollouts, self.config.model.device, self._shuffled_scores(rollouts), arrays)
+
+    def _micro_batches(self, batch: StepBatch, members: list[int] | None = None) -> list[MicroBatch]:
+        return micro_batches(batch, self.config.token_budget, members, packed=self._packed)
 
     def _shuffled_scores(self, rollouts: Sequence[Rollout]) -> list[float] | None:
         if not self.config.shuffle_rewards:
@@ -211,18 +243,6 @@ class Learner:
         return scores
 
     # --- helpers ----------------------------------------------------------------------------------------------------
-
-    def _log_probs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        log_probs_t, entropy_t = action_log_probs(
-            self.policy,
-            micro.input_ids_BL,
-            micro.rows_t,
-            micro.positions_t,
-            self.config.rollout.temperature,
-            with_entropy=True,
-        )
-        assert entropy_t is not None
-        return log_probs_t, entropy_t
 
     def _apply(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, limit: float, outputs_T: Tensor, step: _Step
@@ -252,8 +272,8 @@ class Learner:
         """|π/μ − 1| of every action token under the present weights: 0 when engine and learner agree."""
         batch = pack(rollouts, self.config.model.device)
         errors_T = torch.zeros_like(batch.rewards_T)
-        for micro in micro_batches(batch, self.config.token_budget):
-            log_probs_t, _ = self._log_probs(micro)
+        for micro in self._micro_batches(batch):
+            log_probs_t, _ = action_log_probs(self.policy, micro, self.config.rollout.temperature)
             errors_T[micro.tokens_t] = torch.expm1(log_probs_t - batch.rollout_log_probs_T[micro.tokens_t]).abs()
         found: list[float] = errors_T.tolist()
         return found
@@ -305,9 +325,10 @@ class Learner:
 class _Step:
     """What the updates of one step share."""
 
-    def __init__(self, batch: StepBatch, micros: list[MicroBatch]) -> None:
+    def __init__(self, batch: StepBatch, micros: list[MicroBatch], recall: FrozenStates) -> None:
         self.batch = batch
         self.micros = micros
+        self.recall = recall
         self.bootstrap_R = torch.zeros(batch.rollouts, device=batch.rewards_T.device)
         self.targets_T = torch.zeros_like(batch.rewards_T)
         self.values_T: Tensor | None = None

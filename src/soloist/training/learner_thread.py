@@ -2,7 +2,8 @@
 
 Torch releases the interpreter lock inside its kernels; what remains is short, so the loop's delay stays small (a
 metric).
-All calls run on one thread, in order, so the learner needs no locks.
+All calls but `prepare` run on one thread, in order, so the learner needs no locks; `prepare` only adds to a dict, which
+is one step for the interpreter.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ class LearnerThread:
     def tokens(self) -> TokenTable | None:
         """What the last policy update saw of each token; None before the first."""
         return self._learner.tokens
+
+    def prepare(self, rollout: Rollout) -> None:
+        """See `Learner.prepare`; at once, on the caller's thread, while the learner's own computes."""
+        self._learner.prepare(rollout)
 
     async def update_value(self, rollouts: Sequence[Rollout]) -> Metrics:
         """See `Learner.update_value`."""

@@ -1,10 +1,10 @@
-"""Rollouts of one step become tensors: all trainable tokens in one packed row, and micro-batches for the models.
+"""Rollouts of one step become tensors: all trainable tokens in one row, and micro-batches for the models.
 
 T: trainable (action) tokens of the step, rollout by rollout, in time order over a rollout's segments. R: rollouts.
-S: segments. B, L: rows and padded length of a micro-batch.
+S: segments. What a rollout adds is made once, as arrays, when it arrives; a step only joins them.
 Guarantees: every action token of every rollout appears once; rewards end on the last action token at or before their
-event; micro-batches hold whole segments of similar length within a token budget, so padding stays small. Which tokens
-share a micro-batch never changes the sums that the learner makes of them.
+event; which tokens share a micro-batch never changes the sums that the learner makes of them.
+Not covered: how micro-batches are laid out (`models/rows.py`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from soloist.models.rows import Integers, MicroBatch, build_micro_batches
 from soloist.types import Rollout
 
 
@@ -28,12 +32,12 @@ class StepBatch:
 
     rollout_ids: list[str]
     """R ids, in the order of the packed row."""
-    sequences: list[Tensor]
-    """S token-id rows, int64, of different lengths."""
-    segment_T: Tensor
-    """Which sequence holds the token, int64."""
-    position_T: Tensor
-    """Where in the sequence, int64; its logits are read one position before."""
+    sequences: list[Integers]
+    """S token-id rows, of different lengths; on the CPU, as everything that only micro-batches are made from."""
+    segment_T: Integers
+    """Which sequence holds the token, ascending; on the CPU."""
+    position_T: Integers
+    """Where in the sequence; its logits are read one position before; on the CPU."""
     rollout_T: Tensor
     """Which rollout the token belongs to, int64, ascending."""
     lengths_R: Tensor
@@ -44,15 +48,15 @@ class StepBatch:
     """Version that sampled the token, int64."""
     rewards_T: Tensor
     """Reward that belongs to the token, float32."""
-    truncated_R: Tensor
-    """Whether a budget cut the rollout, bool."""
-    last_segment_R: Tensor
-    """The last sequence of each rollout, int64: its end is the state that a truncated rollout stopped in."""
+    truncated_R: list[bool]
+    """Whether a budget cut the rollout."""
+    last_segment_R: Integers
+    """The last sequence of each rollout: its end is the state that a truncated rollout stopped in."""
 
     @property
     def tokens(self) -> int:
         """T."""
-        return int(self.segment_T.numel())
+        return len(self.segment_T)
 
     @property
     def rollouts(self) -> int:
@@ -61,64 +65,41 @@ class StepBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """Some segments, right-padded, and where their trainable tokens lie in them and in the step."""
+class RolloutArrays:
+    """One rollout's share of a step, made when it arrives. S its segments, T its action tokens, as in `StepBatch`."""
 
-    input_ids_BL: Tensor
-    """Token ids; the padding on the right is never attended to by a real token (attention is causal)."""
-    rows_t: Tensor
-    """Row of each trainable token."""
-    positions_t: Tensor
-    """Position of each trainable token in its row."""
-    tokens_t: Tensor
-    """Its index in the packed row of the step."""
+    sequences: list[Integers]
+    segment_T: Integers
+    position_T: Integers
+    log_probs_T: NDArray[np.float32]
+    versions_T: Integers
+    rewards_T: NDArray[np.float64]
+    """Rewards of the turns; the final score is added when the step is packed."""
 
 
-def pack(rollouts: Sequence[Rollout], device: str = "cpu", scores: Sequence[float] | None = None) -> StepBatch:
-    """Pack scored rollouts. `scores` replaces their final rewards (the control experiment with shuffled rewards).
-
-    Raises ValueError, naming the rollout, when one is not trainable or its per-token data do not fit together.
-    """
-    if not rollouts:
-        raise ValueError("a step of 0 rollouts was to be packed; the buffer must hand over at least one")
-    if scores is not None and len(scores) != len(rollouts):
-        raise ValueError(f"{len(scores)} scores were given for {len(rollouts)} rollouts; each needs one")
-    sequences: list[Tensor] = []
-    columns: dict[str, list[float]] = {name: [] for name in ("segment", "position", "rollout", "log_prob", "version")}
-    rewards: list[float] = []
-    last_segments: list[int] = []
-    for index, rollout in enumerate(rollouts):
-        _refuse_untrainable(rollout)
-        first = len(sequences)
-        for segment in rollout.segments:
-            versions = segment.versions()
-            for position, is_action in enumerate(segment.action_mask):
-                if is_action:
-                    columns["segment"].append(len(sequences))
-                    columns["position"].append(position)
-                    columns["rollout"].append(index)
-                    columns["log_prob"].append(segment.rollout_log_probs[position] or 0.0)
-                    columns["version"].append(versions[position] or 0)
-            sequences.append(torch.tensor(segment.token_ids, device=device))
-        rewards += _rewards_of(rollout, scores[index] if scores is not None else rollout.score or 0.0)
-        last_segments.append(first + len(rollout.segments) - 1)
-
-    def integers(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
-    rollout_T = integers(columns["rollout"])
-    return StepBatch(
-        rollout_ids=[rollout.rollout_id for rollout in rollouts],
+def rollout_arrays(rollout: Rollout) -> RolloutArrays:
+    """Check a rollout and turn it into arrays. Raises ValueError, naming it, when it must not be trained."""
+    _refuse_untrainable(rollout)
+    sequences, segments, positions, log_probs, versions = [], [], [], [], []
+    for number, segment in enumerate(rollout.segments):
+        actions = np.flatnonzero(segment.action_mask)
+        sequences.append(np.array(segment.token_ids, dtype=np.int64))
+        positions.append(actions)
+        segments.append(np.full(len(actions), number))
+        # None for observation tokens becomes NaN, which no action token has: `segment.check` was there before.
+        log_probs.append(np.array(segment.rollout_log_probs, dtype=np.float64)[actions])
+        own = np.zeros(len(sequences[-1]), dtype=np.int64)
+        for span in segment.version_spans:
+            own[span.start : span.end] = span.version
+        versions.append(own[actions])
+    segment_T, position_T = np.concatenate(segments), np.concatenate(positions)
+    return RolloutArrays(
         sequences=sequences,
-        segment_T=integers(columns["segment"]),
-        position_T=integers(columns["position"]),
-        rollout_T=rollout_T,
-        lengths_R=torch.bincount(rollout_T, minlength=len(rollouts)),
-        rollout_log_probs_T=torch.tensor(columns["log_prob"], dtype=torch.float32, device=device),
-        versions_T=integers(columns["version"]),
-        rewards_T=torch.tensor(rewards, dtype=torch.float32, device=device),
-        truncated_R=torch.tensor([rollout.truncated for rollout in rollouts], device=device),
-        last_segment_R=integers(last_segments),
+        segment_T=segment_T,
+        position_T=position_T,
+        log_probs_T=np.concatenate(log_probs).astype(np.float32),
+        versions_T=np.concatenate(versions),
+        rewards_T=_turn_rewards(rollout, segment_T, position_T),
     )
 
 
@@ -135,62 +116,90 @@ def _refuse_untrainable(rollout: Rollout) -> None:
             raise ValueError(f"rollout {rollout.rollout_id}, segment {number}: {error}") from error
 
 
-def _rewards_of(rollout: Rollout, score: float) -> list[float]:
-    """Reward of each action token of one rollout, in time order. No reward is lost, whatever it was given for."""
-    places = (
-        (index, position)
-        for index, segment in enumerate(rollout.segments)
-        for position, is_action in enumerate(segment.action_mask)
-        if is_action
-    )
-    rank = {place: number for number, place in enumerate(places)}
-    rewards = [0.0] * len(rank)
+def _turn_rewards(rollout: Rollout, segment_T: Integers, position_T: Integers) -> NDArray[np.float64]:
+    """Rewards of the turns at their tokens, in time order. No reward is lost, whatever it was given for."""
+    rewards_T = np.zeros(len(segment_T))
     last = 0
     for turn in rollout.turns:
         # An empty action has no token of its own; its reward stays with the last token before it.
-        last = rank.get((turn.segment, turn.end - 1), last) if turn.end > turn.start else last
-        rewards[last] += turn.reward
-    rewards[-1] += score
-    return rewards
+        if turn.end > turn.start:
+            own = np.flatnonzero((segment_T == turn.segment) & (position_T == turn.end - 1))
+            last = int(own[0]) if len(own) else last
+        rewards_T[last] += turn.reward
+    return rewards_T
 
 
-def micro_batches(batch: StepBatch, token_budget: int, rollouts: Sequence[int] | None = None) -> list[MicroBatch]:
-    """Split the segments of some rollouts (all when None) into right-padded batches of up to `token_budget` tokens."""
-    chosen = set(range(batch.rollouts) if rollouts is None else rollouts)
-    segment_of = batch.segment_T.tolist()
-    rollout_of = batch.rollout_T.tolist()
-    members: dict[int, list[int]] = {}
-    for token, (segment, rollout) in enumerate(zip(segment_of, rollout_of, strict=True)):
-        if rollout in chosen:
-            members.setdefault(segment, []).append(token)
-    # Longest first: rows of one micro-batch are about equally long, and the order does not depend on arrival.
-    order = sorted(members, key=lambda segment: (-len(batch.sequences[segment]), segment))
-    return [_pad(batch, group, members) for group in _groups(batch, order, token_budget)]
+def pack(
+    rollouts: Sequence[Rollout],
+    device: str = "cpu",
+    scores: Sequence[float] | None = None,
+    arrays: Sequence[RolloutArrays] | None = None,
+) -> StepBatch:
+    """Pack scored rollouts. `scores` replaces their final rewards (the control experiment with shuffled rewards).
+
+    `arrays` are those of the rollouts if they were made before. Raises ValueError, naming the rollout, when one is not
+    trainable or its per-token data do not fit together.
+    """
+    if not rollouts:
+        raise ValueError("a step of 0 rollouts was to be packed; the buffer must hand over at least one")
+    if scores is not None and len(scores) != len(rollouts):
+        raise ValueError(f"{len(scores)} scores were given for {len(rollouts)} rollouts; each needs one")
+    parts = [rollout_arrays(rollout) for rollout in rollouts] if arrays is None else list(arrays)
+    scores = [rollout.score or 0.0 for rollout in rollouts] if scores is None else scores
+    segments_R = np.array([len(part.sequences) for part in parts])
+    lengths_R = np.array([len(part.segment_T) for part in parts])
+    first_R = np.cumsum(segments_R) - segments_R
+    rewards_T = np.concatenate([part.rewards_T for part in parts])
+    rewards_T[np.cumsum(lengths_R) - 1] += scores
+
+    def tensor(numbers: NDArray[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.from_numpy(numbers).to(device, dtype)
+
+    return StepBatch(
+        rollout_ids=[rollout.rollout_id for rollout in rollouts],
+        sequences=[sequence for part in parts for sequence in part.sequences],
+        segment_T=np.concatenate([part.segment_T for part in parts]) + np.repeat(first_R, lengths_R),
+        position_T=np.concatenate([part.position_T for part in parts]),
+        rollout_T=tensor(np.repeat(np.arange(len(parts)), lengths_R)),
+        lengths_R=tensor(lengths_R),
+        rollout_log_probs_T=tensor(np.concatenate([part.log_probs_T for part in parts]), torch.float32),
+        versions_T=tensor(np.concatenate([part.versions_T for part in parts])),
+        rewards_T=tensor(rewards_T, torch.float32),
+        truncated_R=[rollout.truncated for rollout in rollouts],
+        last_segment_R=first_R + segments_R - 1,
+    )
 
 
-def _groups(batch: StepBatch, order: Sequence[int], token_budget: int) -> list[list[int]]:
-    groups: list[list[int]] = []
-    width = 0
-    for segment in order:
-        length = len(batch.sequences[segment])
-        if not groups or (len(groups[-1]) + 1) * width > token_budget:
-            groups.append([])
-            width = length
-        groups[-1].append(segment)
-    return groups
+def micro_batches(
+    batch: StepBatch, token_budget: int, rollouts: Sequence[int] | None = None, *, packed: bool = False
+) -> list[MicroBatch]:
+    """Micro-batches of some rollouts (all when None) of up to `token_budget` tokens; see `rows.build_micro_batches`."""
+    chosen = np.arange(batch.tokens)
+    if rollouts is not None:
+        chosen = np.flatnonzero(np.isin(batch.rollout_T.numpy(force=True), rollouts))
+    return build_micro_batches(
+        batch.sequences,
+        batch.segment_T[chosen],
+        batch.position_T[chosen],
+        names=chosen,
+        token_budget=token_budget,
+        packed=packed,
+        device=str(batch.rewards_T.device),
+    )
 
 
-def _pad(batch: StepBatch, segments: Sequence[int], members: dict[int, list[int]]) -> MicroBatch:
-    rows = [batch.sequences[segment] for segment in segments]
-    tokens = [token for segment in segments for token in members[segment]]
-    row_of = [row for row, segment in enumerate(segments) for _ in members[segment]]
-    device = batch.segment_T.device
-    tokens_t = torch.tensor(tokens, device=device)
-    return MicroBatch(
-        input_ids_BL=torch.nn.utils.rnn.pad_sequence(rows, batch_first=True),
-        rows_t=torch.tensor(row_of, device=device),
-        positions_t=batch.position_T[tokens_t],
-        tokens_t=tokens_t,
+def states_after_the_end(batch: StepBatch, token_budget: int, *, packed: bool = False) -> list[MicroBatch]:
+    """Micro-batches for the states in which truncated rollouts stopped; `tokens_t` are the rollouts' indices."""
+    cut = np.flatnonzero(batch.truncated_R)
+    segments = batch.last_segment_R[cut]
+    return build_micro_batches(
+        batch.sequences,
+        segments,
+        np.array([len(batch.sequences[segment]) for segment in segments], dtype=np.int64),
+        names=cut,
+        token_budget=token_budget,
+        packed=packed,
+        device=str(batch.rewards_T.device),
     )
 
 

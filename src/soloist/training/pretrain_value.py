@@ -27,11 +27,13 @@ from soloist.environments.base import keyed_random
 from soloist.errors import RunError
 from soloist.metrics import MetricsLog
 from soloist.models.optimizers import build_optimizer, load_optimizer_state, optimizer_state
+from soloist.models.packed import packs
+from soloist.models.rows import MicroBatch
 from soloist.models.value import ValueModel
 from soloist.seams import Clock, Storage
 from soloist.training.checkpoint import Checkpoints
 from soloist.training.observer import Observer
-from soloist.training.pack import MicroBatch, StepBatch, micro_batches, pack, per_rollout
+from soloist.training.pack import StepBatch, micro_batches, pack, per_rollout, rollout_arrays
 from soloist.types import Rollout
 
 
@@ -80,6 +82,9 @@ class ValuePretraining:
         if len(usable) <= held_out:
             raise RunError(f"{len(usable)} usable rollouts leave none to train on beside {held_out} held out")
         self._train, self._held_out = usable[held_out:], pack(usable[:held_out], config.model.device)
+        self._held_out_micros = self._micro_batches(self._held_out)
+        # Every epoch packs the same rollouts, in another order.
+        self._arrays = [rollout_arrays(rollout) for rollout in self._train]
         self._optimizer = build_optimizer(value.parameters(), settings.lr, config.value.weight_decay)
 
     def run(self, checkpoints: Checkpoints, log: MetricsLog, observer: Observer, clock: Clock) -> dict[str, Any]:
@@ -106,19 +111,20 @@ class ValuePretraining:
 
     def _epoch(self, epoch: int) -> float:
         """One pass over the training rollouts in a seeded order; mean loss of its updates."""
-        order = list(self._train)
+        order = list(range(len(self._train)))
         keyed_random(self._config.seed, "value", epoch).shuffle(order)
         size = self._config.value_pretraining.batch_size
         losses = [self._update(order[start : start + size]) for start in range(0, len(order), size)]
         return sum(losses) / len(losses)
 
-    def _update(self, rollouts: Sequence[Rollout]) -> float:
-        batch = pack(rollouts, self._config.model.device)
+    def _update(self, members: Sequence[int]) -> float:
+        rollouts = [self._train[index] for index in members]
+        batch = pack(rollouts, self._config.model.device, arrays=[self._arrays[index] for index in members])
         targets_T = self._targets(batch)
         weights_T = aggregation_weights("token-mean", batch.rollout_T, batch.rollouts)
         total = torch.zeros((), device=targets_T.device)
-        for micro in micro_batches(batch, self._config.token_budget):
-            loss = value_loss(self._values(micro), targets_T[micro.tokens_t], weights_T[micro.tokens_t])
+        for micro in self._micro_batches(batch):
+            loss = value_loss(self._value.values(micro), targets_T[micro.tokens_t], weights_T[micro.tokens_t])
             loss.backward()
             total += loss.detach()
         norm = float(clip_by_global_norm_(self._value.parameters(), self._config.value.max_grad_norm))
@@ -133,8 +139,8 @@ class ValuePretraining:
         """Held-out figures, per rollout: V is averaged over the rollout's tokens, so long ones count no more."""
         batch = self._held_out
         values_T = torch.zeros(batch.tokens, device=self._config.model.device)
-        for micro in micro_batches(batch, self._config.token_budget):
-            values_T[micro.tokens_t] = self._values(micro)
+        for micro in self._held_out_micros:
+            values_T[micro.tokens_t] = self._value.values(micro)
         targets_T = self._targets(batch)
         values_R, targets_R = per_rollout(values_T, batch), per_rollout(targets_T, batch)
         return {
@@ -143,8 +149,8 @@ class ValuePretraining:
             "explained_var_per_token": explained_variance(values_T, targets_T),
         }
 
-    def _values(self, micro: MicroBatch) -> Tensor:
-        return self._value.values(micro.input_ids_BL, micro.rows_t, micro.positions_t)
+    def _micro_batches(self, batch: StepBatch) -> list[MicroBatch]:
+        return micro_batches(batch, self._config.token_budget, packed=packs(self._value.backbone))
 
     def _targets(self, batch: StepBatch) -> Tensor:
         """The Monte-Carlo return of each token."""

@@ -24,6 +24,9 @@ class StepLearner(Protocol):
     def tokens(self) -> Any:
         """What the last policy update saw of each token, for the report; None when nothing is known."""
 
+    def prepare(self, rollout: Rollout) -> None:
+        """Do at once, on the caller's thread, what can be done before the rollout's step; may do nothing."""
+
     async def update_value(self, rollouts: Sequence[Rollout]) -> Metrics:
         """One update of the value model."""
 

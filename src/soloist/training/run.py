@@ -135,6 +135,7 @@ class Run:
         if not await self.ledger.ended(rollout, "dropped" if aborted else None, "aborted" if aborted else ""):
             self.buffer.refused()
             return
+        self.learner.prepare(rollout)  # while the learner's thread computes
         if rollout.failure is not None:
             # The lease is kept, so that nobody tries the place before the pause is over.
             pause = self.config.rollout.retry_seconds * 2 ** min(lease.attempt, 16)

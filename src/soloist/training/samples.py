@@ -51,7 +51,7 @@ class TokenTable:
     log_ratio_T: Tensor
     """log π − log μ when the step first used the token, nats."""
     advantages_T: Tensor
-    """As the loss got them: centered or whitened when that is set."""
+    """As the loss got them: whitened when that is set."""
     values_T: Tensor
     """V of the state before the token."""
     in_band_T: Tensor

@@ -6,10 +6,12 @@ over all trained tokens of a step; the same seed gives the same demonstrations i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from soloist.algorithms.gradients import clip_by_global_norm_
 from soloist.config import RunConfig
@@ -18,7 +20,9 @@ from soloist.errors import RunError
 from soloist.metrics import MetricsLog
 from soloist.models.loading import load_policy, load_tokenizer, save_folder
 from soloist.models.optimizers import WarmupSchedule, build_optimizer, load_optimizer_state, optimizer_state
+from soloist.models.packed import packs
 from soloist.models.policy import action_log_probs
+from soloist.models.rows import MicroBatch, build_micro_batches
 from soloist.rollout.rendering import Rendering
 from soloist.seams import Clock
 from soloist.training.checkpoint import Checkpoints
@@ -26,15 +30,6 @@ from soloist.training.observer import Observer
 from soloist.training.run_folder import RunFolder
 
 CHECKPOINT_EVERY = 200
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Rows:
-    """One batch of demonstrations, right-padded, and the places of its trained tokens."""
-
-    input_ids_BL: torch.Tensor
-    rows_T: torch.Tensor
-    positions_T: torch.Tensor
 
 
 def run_sft(
@@ -55,13 +50,10 @@ def run_sft(
     first = _resume(checkpoints, model, optimizer, observer)
     observer.stage_started("sft", config.sft.steps)
     loss = float("nan")
-    for step in range(first, config.sft.steps):
-        start = step * config.sft.batch_size
-        rows = _batch(environment, rendering, range(start, start + config.sft.batch_size), config.model.device)
+    batches = _Batches(config, environment, rendering, packs(model))
+    for step, micros in enumerate(batches.of_steps(first), first):
         lr = schedule.apply(optimizer, step)
-        log_probs_T, _ = action_log_probs(model, rows.input_ids_BL, rows.rows_T, rows.positions_T, temperature=1.0)
-        nll = -log_probs_T.mean()
-        nll.backward()
+        nll = _loss(model, micros)
         norm = float(clip_by_global_norm_(model.parameters(), config.sft.max_grad_norm))
         loss = nll.item()
         if not norm < float("inf"):
@@ -95,19 +87,53 @@ def _resume(
     return step
 
 
-def _batch(environment: Environment, rendering: Rendering, indices: Sequence[int], device: str) -> _Rows:
-    sequences: list[torch.Tensor] = []
-    rows: list[int] = []
-    positions: list[int] = []
-    for row, index in enumerate(indices):
-        demonstration = environment.demonstration(index)
-        ids, sampled = rendering.training_tokens(demonstration.messages, demonstration.tools)
-        sequences.append(torch.tensor(ids))
-        trained = [position for position, is_sampled in enumerate(sampled) if is_sampled and position > 0]
-        rows += [row] * len(trained)
-        positions += trained
-    return _Rows(
-        input_ids_BL=torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True).to(device),
-        rows_T=torch.tensor(rows, device=device),
-        positions_T=torch.tensor(positions, device=device),
-    )
+class _Batches:
+    """Micro-batches of each step, made on a thread of its own while the step before computes."""
+
+    def __init__(self, config: RunConfig, environment: Environment, rendering: Rendering, packed: bool) -> None:
+        self._config = config
+        self._environment = environment
+        self._rendering = rendering
+        self._packed = packed
+
+    def of_steps(self, first: int) -> Iterator[list[MicroBatch]]:
+        """Batches of all steps from `first` on, in order."""
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="demonstrations") as thread:
+            steps = range(first, self._config.sft.steps)
+            coming = [thread.submit(self._of_step, step) for step in steps[:1]]
+            for step in steps:
+                micros = coming.pop().result()
+                if step + 1 in steps:
+                    coming.append(thread.submit(self._of_step, step + 1))
+                yield micros
+
+    def _of_step(self, step: int) -> list[MicroBatch]:
+        size = self._config.sft.batch_size
+        sequences, segments, positions = [], [], []
+        for row in range(size):
+            demonstration = self._environment.demonstration(step * size + row)
+            ids, sampled = self._rendering.training_tokens(demonstration.messages, demonstration.tools)
+            trained = np.flatnonzero(sampled)
+            positions.append(trained[trained > 0])  # nothing predicts the first token
+            segments.append(np.full(len(positions[-1]), row))
+            sequences.append(np.array(ids, dtype=np.int64))
+        return build_micro_batches(
+            sequences,
+            np.concatenate(segments),
+            np.concatenate(positions),
+            token_budget=self._config.token_budget,
+            packed=self._packed,
+            device=self._config.model.device,
+        )
+
+
+def _loss(model: PreTrainedModel, micros: Sequence[MicroBatch]) -> torch.Tensor:
+    """Mean −log π of the trained tokens of a step; gradients are left in the parameters."""
+    tokens = sum(len(micro.tokens_t) for micro in micros)
+    total = torch.zeros((), device=micros[0].tokens_t.device)
+    for micro in micros:
+        log_probs_t, _ = action_log_probs(model, micro, temperature=1.0)
+        loss = -log_probs_t.sum() / tokens
+        loss.backward()
+        total += loss.detach()
+    return total

@@ -8,14 +8,18 @@ Not covered: sockets and processes (`worker`), deadlines and retries (`engine`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+from torch import Tensor
+
 from soloist.engines.local.messages import Counters
-from soloist.engines.local.model_runner import Ended, ModelRunner, Stretch
-from soloist.engines.local.scheduler import Seat, SlotTable
+from soloist.engines.local.model_runner import PASS_TOKENS, ModelRunner, first_tokens
+from soloist.engines.local.own_forward import Stretch
+from soloist.engines.local.scheduler import SlotTable
+from soloist.engines.local.state import Ended
 from soloist.models.loading import parameter_table, read_weights
 from soloist.seams import Clock, SystemClock
 from soloist.types import Completion, FinishReason, GenerateRequest, VersionSpan, WeightsRef
@@ -42,17 +46,19 @@ def spans_of(versions: Sequence[int]) -> list[VersionSpan]:
 class ContinuousBatch:
     """Serves requests with one model: `submit`, then `step` while `busy`."""
 
-    def __init__(self, runner: ModelRunner, *, recompute: bool = False, clock: Clock | None = None) -> None:
+    def __init__(
+        self, runner: ModelRunner, *, recompute: bool = False, prefill_chunk: int = 256, clock: Clock | None = None
+    ) -> None:
         self.runner = runner
         self.recompute = recompute
+        self.prefill_chunk = prefill_chunk
         # Delta prefill depends on what an earlier turn left behind; in fixed shapes nothing may depend on the past.
         self.table = SlotTable(runner.slots, reuse=not runner.fixed_shapes)
         self.tokens = 0
         self.busy_s = 0.0
         self._clock = clock or SystemClock()
-        self._step = 0
-        self._seated_at: dict[int, int] = {}
-        """Decode step at which a slot's length was that of its prompt plus one."""
+        self._prompts: list[Stretch] = []
+        """What is left to compute of the prompts of seated requests, in order of arrival."""
 
     @property
     def busy(self) -> bool:
@@ -99,35 +105,28 @@ class ContinuousBatch:
         return ""
 
     def step(self) -> list[Answer]:
-        """Seat who waits, then sample one token for everybody. Returns the requests that are done."""
+        """Seat who waits, then sample one token for everybody whose prompt is done. Returns the requests that end."""
         started = self._clock.monotonic()
-        # Prefill samples the first token of each newcomer; the decode right after gives everybody the next one.
-        answers = self._admit()
-        if self.table.running:
-            self._step += 1
-            self.tokens += len(self.table.running)
-            answers += self._finish(self.runner.decode(self.table.highest, self._width()))
+        self._admit()
+        stretches, self._prompts = first_tokens(self._prompts, self._allowance())
+        unfinished = self._prompts[0].slot if self._prompts else None
+        ready = [stretch.slot for stretch in stretches if stretch.slot != unfinished]
+        self.tokens += self.runner.running + len(ready)
+        answers = self._finish(self.runner.step(stretches, ready)) if self.table.running else []
         self.busy_s += self._clock.monotonic() - started
         return answers
 
-    def _admit(self) -> list[Answer]:
+    def _allowance(self) -> int:
+        """Prompt tokens of this step: bounded beside running requests, so that a long prompt can't hold them up."""
+        if self.runner.fixed_shapes:
+            return sum(stretch.end - stretch.start for stretch in self._prompts)
+        return self.prefill_chunk if self.runner.running else max(self.prefill_chunk, PASS_TOKENS)
+
+    def _admit(self) -> None:
         seats = self.table.admit(self.runner.version)
-        if not seats:
-            return []
-        self.runner.seat(seats)
-        self._seated_at.update({seat.slot: self._step for seat in seats})
-        self.tokens += len(seats)
-        return self._finish(
-            self.runner.prefill([Stretch(s.slot, s.reused, len(s.request.prompt_ids)) for s in seats]),
-        )
-
-    def _length(self, seat: Seat) -> int:
-        """Tokens of a running slot. Counted here, so that no step has to ask the device."""
-        return len(seat.request.prompt_ids) + 1 + self._step - self._seated_at[seat.slot]
-
-    def _width(self) -> int:
-        # `_step` counts the step that is about to run, which reads what the ones before it have written.
-        return max(self._length(seat) for seat in self.table.running.values()) - 1
+        if seats:
+            self.runner.seat(seats)
+            self._prompts += [Stretch(seat.slot, seat.reused, len(seat.request.prompt_ids)) for seat in seats]
 
     def _finish(self, ended: Sequence[Ended]) -> list[Answer]:
         answers = []
@@ -147,10 +146,13 @@ class ContinuousBatch:
 
     def _keep(self, row: Ended, finish_reason: FinishReason) -> Answer:
         request = self.table.running[row.slot].request
-        # The last sampled token has not been an input yet, so its keys are not cached.
-        token_ids = request.prompt_ids + row.token_ids
-        self.table.finish(row.slot, token_ids, cached=len(token_ids) - 1)
+        self._forget_prompt(row.slot)
+        # Of a prompt that was cut short, only what was computed can be continued.
+        self.table.finish(row.slot, request.prompt_ids + row.token_ids, cached=self.runner.cached(row.slot))
         return Answer(request.request_id, _completion(row, finish_reason))
+
+    def _forget_prompt(self, slot: int) -> None:
+        self._prompts = [stretch for stretch in self._prompts if stretch.slot != slot]
 
     def abort(self, rollout_ids: Sequence[str] | None) -> list[Answer]:
         """End the requests of these rollouts (all when None); what they sampled so far is returned."""
@@ -166,6 +168,7 @@ class ContinuousBatch:
         """Drop a request without an answer."""
         slot = self.table.withdraw(request_id)
         if slot is not None:
+            self._forget_prompt(slot)
             self.runner.stop([slot])
             self.table.vacate(slot)
 
@@ -179,15 +182,17 @@ class ContinuousBatch:
             raise ValueError(f"version is {weights.version}; versions count policy updates from 0")
         # Everything that can fail comes before the first tensor changes.
         tensors = read_weights(Path(weights.path), parameter_table(self.runner.model), weights.sha256)
-        self.runner.load(tensors, weights.version)
+        self.swap(tensors, weights.version)
+
+    def swap(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Put verified weights in place, and compute the caches anew if that is wanted."""
+        self.runner.load(tensors, version)
         if not self.recompute:
             return
         started = self._clock.monotonic()
         # Idle prefixes too: they belong to running rollouts that are just waiting for an observation.
-        stretches = [Stretch(slot, 0, self._length(seat) - 1) for slot, seat in self.table.running.items()]
-        stretches += [Stretch(slot, 0, kept.cached) for slot, kept in self.table.kept.items()]
-        self.runner.recompute(stretches)
-        self.table.renewed(weights.version)
+        self.runner.recompute([*self.table.running, *self.table.kept])
+        self.table.renewed(version)
         self.busy_s += self._clock.monotonic() - started
 
 

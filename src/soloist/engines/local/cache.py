@@ -1,9 +1,9 @@
 """Key/value cache with one row a slot, preallocated, for `model.forward(cache=…)` of transformers.
 
-Guarantees: every token is written at its own slot and position, so rows of different length share one forward pass;
+Guarantees: every token is written at its own row and position, so rows of different length share one forward pass;
 decoding reads views of the buffers, never copies; padding goes to a scratch column that nobody reads.
-Not covered: layers that are not attention over all earlier keys (linear attention, compressed caches); `ModelRunner`
-refuses such models.
+Not covered: which slot has which row (`rows`); layers that are not attention over all earlier keys (linear attention,
+compressed caches): `ModelRunner` refuses such models.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 @dataclass
 class Placement:
-    """Where the next forward pass writes and reads: B rows, Q new tokens a row."""
+    """Where the next forward pass of the model writes and reads: B rows, Q new tokens a row."""
 
-    slots_B: Tensor
-    """Slot of each row, int64."""
+    rows_B: Tensor
+    """Row of the cache of each row of the pass, int64."""
     leading: bool
-    """The rows are slots 0 … B−1, so that reading needs no copy."""
+    """They are rows 0 … B−1, so that reading needs no copy."""
     writes_BQ: Tensor
     """Position of each new token; `max_length` (the scratch column) for padding."""
     width: int
@@ -30,7 +30,7 @@ class Placement:
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one layer, [slots, heads, max_length + 1, dim] each; the last column is scratch."""
+    """Keys and values of one layer, [rows, heads, max_length + 1, dim] each; the last column is scratch."""
 
     def __init__(self, slots: int, max_length: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         if place is None:
             raise RuntimeError("placement is None: call SlotCache.place before the forward pass")
         # Advanced indices on both sides of a slice put their own dimensions first: [B, Q, heads, dim].
-        where = (place.slots_B[:, None], slice(None), place.writes_BQ)
+        where = (place.rows_B[:, None], slice(None), place.writes_BQ)
         self.keys[where] = key_states.transpose(1, 2)
         self.values[where] = value_states.transpose(1, 2)
         return self._rows(self.keys, place), self._rows(self.values, place)
@@ -63,8 +63,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     def _rows(buffer: Tensor, place: Placement) -> Tensor:
         # Decoding takes this way each step; a copy of all keys would cost more than the attention itself.
         if place.leading:
-            return buffer[: len(place.slots_B), :, : place.width]
-        return buffer[:, :, : place.width].index_select(0, place.slots_B)
+            return buffer[: len(place.rows_B), :, : place.width]
+        return buffer[:, :, : place.width].index_select(0, place.rows_B)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys that the mask covers and where they begin; the runner brings its own mask, so this is for the record."""
@@ -91,9 +91,19 @@ class SlotCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer.placement = placement
 
-    def clear(self, slot: int) -> None:
-        """Zero a slot, so that non-finite values of a failed request can't leak into the next one."""
-        for layer in self.layers:
-            if layer.is_initialized:
-                layer.keys[slot].zero_()
-                layer.values[slot].zero_()
+    def _buffers(self) -> list[Tensor]:
+        ready = [layer for layer in self.layers if layer.is_initialized]
+        return [buffer for layer in ready for buffer in (layer.keys, layer.values)]
+
+    def swap(self, left: int, right: int, columns: int) -> None:
+        """Exchange two rows of which at most so many columns are in use."""
+        for buffer in self._buffers():
+            ours, theirs = buffer[left, :, :columns], buffer[right, :, :columns]
+            kept = ours.clone()
+            ours.copy_(theirs)
+            theirs.copy_(kept)
+
+    def clear(self, row: int) -> None:
+        """Zero a row, so that non-finite values of a failed request can't leak into the next one."""
+        for buffer in self._buffers():
+            buffer[row].zero_()

@@ -1,13 +1,13 @@
-"""Forward passes over slots: prefill and decode, with all per-slot state in tensors.
+"""One step of all slots: rows arranged, one forward pass, one token sampled for everybody.
 
-Guarantees: one forward pass and one host synchronisation a decode step, whatever the number of rows; each sampled token
-is stamped with the version of the weights whose logits it came from, in the same step; logits beyond the vocabulary are
-cut off before the softmax. With `fixed_shapes` every pass has one of two shapes, so that a row's bits depend on its own
-slot, tokens and weights only.
+Guarantees: one host synchronisation a decode step, whatever the number of rows; each sampled token is stamped with the
+version of the weights whose logits it came from, in the same step; logits beyond the vocabulary are cut off before the
+softmax. Known architectures take the fused forward when it agrees with the model's own. With `fixed_shapes` rows stay
+where they are and the model's own forward runs in passes of two shapes, so that a row's bits depend on its own slot,
+tokens and weights only.
 Not covered: who sits where (`SlotTable`) and requests as such (`ContinuousBatch`).
 
-Legend: S slots, B rows of a pass, Q new tokens a row, K keys seen, V vocabulary; P = max_length + 1 columns, the last
-one being scratch for padding and for rows that are not running.
+Legend: S slots, B decoded rows, R sampling rows.
 """
 
 from __future__ import annotations
@@ -19,43 +19,58 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from soloist.engines.local.cache import Placement, SlotCache
-from soloist.engines.local.sampler import keyed_uniforms, sample, stream_key
+from soloist.engines.local.agreement import fused_forward
+from soloist.engines.local.graphs import DecodeGraphs
+from soloist.engines.local.own_forward import Forward, OwnForward, Stretch
+from soloist.engines.local.rows import Reach, RowOrder, Swap
 from soloist.engines.local.scheduler import Seat
+from soloist.engines.local.state import Ended, SlotState
 from soloist.models.loading import assign_weights
 
-PREFILL_TOKENS = 8192
-"""Tokens of one padded prefill pass at most, so that memory stays bounded."""
-CHUNK = 32
-"""Tokens of every prefill pass in fixed shapes."""
+PASS_TOKENS = 1024
+"""Prompt tokens of one pass at most: more make no token cheaper, and on CPUs their tensors leave the cache."""
+SORT_STEPS = 16
+"""Steps between two sortings of the rows by length."""
+BAND = 64
+"""Columns by which rows must differ for their order to matter."""
+WASTE = 0.1
+"""Share of the columns read for nothing that makes sorting worth its copies."""
 
 
-@dataclass(frozen=True)
-class Stretch:
-    """Tokens `start … end−1` of a slot, to be computed into its cache."""
-
-    slot: int
-    start: int
-    end: int
+NOTHING = Reach([])
 
 
-@dataclass(frozen=True)
-class Ended:
-    """A row that has stopped, read back from the device; the lists cover its sampled tokens."""
+@dataclass
+class _Plan:
+    """Rows 0 … B−1, valid while the same slots run."""
 
-    slot: int
-    token_ids: list[int]
-    log_probs: list[float]
-    versions: list[int]
-    finite: bool
-    """False when the logits of the last token were not; its numbers mean nothing then."""
+    slots: list[int]
+    slots_B: Tensor
+    reach: Reach
+    step: int
+    """The step for which `reach` holds; all rows grow by one a step."""
+
+    def reach_at(self, step: int) -> Reach:
+        """What attention must see in this step."""
+        return Reach(self.reach.longest, step - self.step)
 
 
 class ModelRunner:
-    """A model, its cache and the state of its slots. Raises ValueError for models with layers it can't cache."""
+    """A model, its cache and the state of its slots.
+
+    Raises ValueError for models with layers that can't be cached, and for `cuda_graphs` where there can be none.
+    """
 
     def __init__(
-        self, model: Any, *, slots: int, max_length: int, vocab_size: int | None = None, fixed_shapes: bool = False
+        self,
+        model: Any,
+        *,
+        slots: int,
+        max_length: int,
+        vocab_size: int | None = None,
+        fixed_shapes: bool = False,
+        fused: bool = True,
+        cuda_graphs: bool = False,
     ) -> None:
         self.model = model
         self.device: torch.device = model.device
@@ -65,212 +80,177 @@ class ModelRunner:
         # Never wider than the embedding, or a sampled id could not be read back.
         self.vocab_size = min(vocab_size or model.config.vocab_size, model.config.vocab_size)
         self.version = 0
-        self._windows = attention_windows(model.config)
-        if fixed_shapes and hasattr(model, "set_experts_implementation"):
-            # Grouped experts see as many rows as tokens were routed to them, a shape that depends on the neighbours.
-            model.set_experts_implementation("batched_mm")
-        self._cache = SlotCache(model.config.num_hidden_layers, slots, max_length)
-        columns = (slots, max_length + 1)
-        self._tokens_SP = self._zeros(columns, torch.int64)
-        self._log_probs_SP = self._zeros(columns, torch.float32)
-        self._versions_SP = self._zeros(columns, torch.int64)
-        self._lengths_S = self._zeros(slots, torch.int64)
-        self._prompts_S = self._zeros(slots, torch.int64)
-        self._ends_S = self._zeros(slots, torch.int64)
-        self._active_S = self._zeros(slots, torch.bool)
-        self._finite_S = self._zeros(slots, torch.bool)
-        self._streams_S = self._zeros(slots, torch.int64)
-        self._temperatures_S = self._zeros(slots, torch.float32)
-        self._stops_SN = self._zeros((slots, 1), torch.int64) - 1
-        self._all_slots_S = torch.arange(slots, device=self.device)
-        self._all_positions_P = torch.arange(max_length + 1, device=self.device)
+        self._state = SlotState(slots, max_length, self.device)
+        self._order = RowOrder(slots)
+        # Also where it does not serve, as it refuses what nothing here can cache.
+        own = OwnForward(model, self._state, self.vocab_size, fixed_shapes=fixed_shapes)
+        better = fused_forward(model, self._state, self.vocab_size) if fused and not fixed_shapes else None
+        self._forward: Forward = better or own
+        self.fused = better is not None
+        self._graphs = DecodeGraphs.build(better, self._state, self.device) if cuda_graphs else None
+        self._step = 0
+        self._sorted_at = 0
+        self._starts: dict[int, int] = {}
+        """Length of each running slot minus the step at which it was that: no counting per token."""
+        self._cached = [0] * slots
+        """Columns in use of slots that don't run."""
+        self._plan: _Plan | None = None
 
-    def _zeros(self, size: int | tuple[int, int], dtype: torch.dtype) -> Tensor:
-        return torch.zeros(size, dtype=dtype, device=self.device)
+    @property
+    def running(self) -> int:
+        """Slots that sample a token in the next step."""
+        return len(self._starts)
+
+    def cached(self, slot: int) -> int:
+        """Tokens of a slot whose keys and values are stored."""
+        # The newest token has not been an input yet.
+        return self._length(slot) - 1 if slot in self._starts else self._cached[slot]
+
+    def _length(self, slot: int) -> int:
+        return self._starts[slot] + self._step
 
     @torch.inference_mode()
     def seat(self, seats: Sequence[Seat]) -> None:
         """Put the prompts and settings of new requests into their slots."""
-        # Lists first and one transfer a table: 64 requests arrive together, and each transfer costs as much as all.
-        slots = [seat.slot for seat in seats]
-        requests = [seat.request for seat in seats]
-        longest = max(len(request.prompt_ids) for request in requests)
-        most_stops = max(len(request.sampling.stop_token_ids) for request in requests)
-        # −1 is no id, so unused places never match.
-        if most_stops > self._stops_SN.shape[1]:
-            grown = self._zeros((self.slots, most_stops), torch.int64) - 1
-            grown[:, : self._stops_SN.shape[1]] = self._stops_SN
-            self._stops_SN = grown
-        prompts = [request.prompt_ids + [0] * (longest - len(request.prompt_ids)) for request in requests]
-        room = self._stops_SN.shape[1]
-        stops = [[*r.sampling.stop_token_ids, *[-1] * (room - len(r.sampling.stop_token_ids))] for r in requests]
-        lengths = [len(request.prompt_ids) for request in requests]
-        ends = [min(n + r.sampling.max_new_tokens, self.max_length) for n, r in zip(lengths, requests, strict=True)]
-        # Padding overwrites what older requests left; it is sampled over before it is read.
-        self._tokens_SP[slots, :longest] = self._tensor(prompts)
-        self._stops_SN[slots] = self._tensor(stops)
-        self._lengths_S[slots] = self._prompts_S[slots] = self._tensor(lengths)
-        self._ends_S[slots] = self._tensor(ends)
-        self._streams_S[slots] = self._tensor([stream_key(r.sampling.seed, r.key) for r in requests])
-        self._temperatures_S[slots] = torch.tensor(
-            [r.sampling.temperature for r in requests], dtype=torch.float32, device=self.device
-        )
-        self._active_S[slots] = True
-        self._finite_S[slots] = True
-
-    def _tensor(self, rows: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-        return torch.tensor(rows, dtype=torch.int64, device=self.device)
+        self._state.seat(seats)
+        for seat in seats:
+            self._cached[seat.slot] = seat.reused
 
     @torch.inference_mode()
-    def prefill(self, stretches: Sequence[Stretch]) -> list[Ended]:
-        """Compute prompts into the cache and sample the first token of each. Returns rows that stopped at once."""
-        ended: list[Ended] = []
-        for batch in self._batches(stretches):
-            logits_BV = self._compute(batch)
-            slots_B = self._tensor([stretch.slot for stretch in batch])
-            ended += self._append(slots_B, logits_BV)
-        return ended
+    def step(self, stretches: Sequence[Stretch], ready: Sequence[int]) -> list[Ended]:
+        """Sample one token in each running slot and compute these stretches of prompts beside.
 
-    @torch.inference_mode()
-    def recompute(self, stretches: Sequence[Stretch]) -> None:
-        """Compute stored tokens into the cache anew, with the weights in use. Samples nothing."""
-        for batch in self._batches([stretch for stretch in stretches if stretch.end > stretch.start]):
-            self._compute(batch)
-
-    def _batches(self, stretches: Sequence[Stretch]) -> list[list[Stretch]]:
-        """Stretches of similar length together, at most `PREFILL_TOKENS` with padding; one by one in fixed shapes."""
-        if self.fixed_shapes:
-            return [[stretch] for stretch in stretches]
-        batches: list[list[Stretch]] = []
-        # Longest first: the first of a batch decides its padded length, and neighbours in order waste little.
-        for stretch in sorted(stretches, key=lambda s: s.start - s.end):
-            longest = batches[-1][0] if batches else stretch
-            if batches and (len(batches[-1]) + 1) * (longest.end - longest.start) <= PREFILL_TOKENS:
-                batches[-1].append(stretch)
-            else:
-                batches.append([stretch])
-        return batches
-
-    def _compute(self, batch: Sequence[Stretch]) -> Tensor:
-        """Forward the stretches, right-aligned so that the last column predicts; returns its logits [B, V]."""
-        slots_B = self._tensor([stretch.slot for stretch in batch])
-        starts_B = self._tensor([stretch.start for stretch in batch])
-        ends_B = self._tensor([stretch.end for stretch in batch])
-        longest = max(stretch.end - stretch.start for stretch in batch)
-        width = max(stretch.end for stretch in batch)
-        step = longest
-        if self.fixed_shapes:
-            step, width = CHUNK, self.max_length
-            # Up to whole chunks; the first one is padded on its left.
-            longest = -(-longest // CHUNK) * CHUNK
-        # Only the last pass holds the last token, so its logits are the ones that stay.
-        logits_BV = torch.empty(0)
-        for first in range(-longest, 0, step):
-            columns_Q = torch.arange(first, first + step, device=self.device)
-            positions_BQ = ends_B[:, None] + columns_Q
-            logits_BV = self._forward(slots_B, False, positions_BQ, positions_BQ >= starts_B[:, None], width)
-        return logits_BV
-
-    @torch.inference_mode()
-    def decode(self, rows: int, width: int) -> list[Ended]:
-        """Sample one token in each running slot below `rows`; `width` is the longest sequence among them."""
-        if self.fixed_shapes:
-            rows, width = self.slots, self.max_length
-        slots_B = self._all_slots_S[:rows]
-        # The newest token was sampled but never read: it is the input of this step.
-        positions_BQ = self._lengths_S[:rows, None] - 1
-        logits_BV = self._forward(slots_B, True, positions_BQ, self._active_S[:rows, None], width)
-        return self._append(slots_B, logits_BV)
-
-    def _forward(self, slots_B: Tensor, leading: bool, positions_BQ: Tensor, valid_BQ: Tensor, width: int) -> Tensor:
-        """Logits [B, V] of the last column. Columns that are not valid compute something that nobody reads."""
-        writes_BQ = torch.where(valid_BQ, positions_BQ, self.max_length)
-        # Invalid columns look at key 0 only: every softmax has a finite key, and no row costs more than its own.
-        positions_BQ = torch.where(valid_BQ, positions_BQ, 0)
-        self._cache.place(Placement(slots_B=slots_B, leading=leading, writes_BQ=writes_BQ, width=width))
-        output = self.model(
-            input_ids=self._tokens_SP[slots_B[:, None], writes_BQ],
-            attention_mask=self._masks(positions_BQ, width),
-            position_ids=positions_BQ,
-            cache=self._cache,
-            use_cache=True,
-            # Right-aligned columns make the last one predict in every row; all V logits of Q columns are too many.
-            logits_to_keep=1,
-        )
-        logits_BV: Tensor = output.logits[:, -1, : self.vocab_size]
-        return logits_BV
-
-    def _masks(self, positions_BQ: Tensor, width: int) -> Tensor | dict[str, Tensor]:
-        """Additive masks [B, 1, Q, K], one a kind of attention: seen are keys that are not later and in the window."""
-        distances_BQK = positions_BQ[:, :, None] - self._all_positions_P[:width]
-        masks = {}
-        for kind, window in self._windows.items():
-            seen_BQK = distances_BQK >= 0
-            if window is not None:
-                seen_BQK = seen_BQK & (distances_BQK < window)
-            # Additive, made once a step: sdpa would convert a boolean mask in every layer again.
-            masks[kind] = torch.zeros(seen_BQK.shape, dtype=self.model.dtype, device=self.device).masked_fill_(
-                ~seen_BQK, torch.finfo(self.model.dtype).min
-            )[:, None]
-        # Models with one kind of attention take a plain tensor only.
-        return masks if len(masks) > 1 else next(iter(masks.values()))
-
-    def _append(self, slots_B: Tensor, logits_BV: Tensor) -> list[Ended]:
-        """Sample, stamp and store one token in each running row; return the rows that stop with it."""
-        # Idle rows are computed along, which is cheaper than packing the others; they write to the scratch column.
-        running_B = self._active_S[slots_B]
-        columns_B = torch.where(running_B, self._lengths_S[slots_B], self.max_length)
-        uniforms_B = keyed_uniforms(self._streams_S[slots_B], columns_B)
-        ids_B, log_probs_B, finite_B = sample(logits_BV, self._temperatures_S[slots_B], uniforms_B)
-        self._tokens_SP[slots_B, columns_B] = ids_B
-        self._log_probs_SP[slots_B, columns_B] = log_probs_B
-        # Stamped where it is sampled, so that no later swap can change what a token says about itself.
-        self._versions_SP[slots_B, columns_B] = self.version
-        lengths_B = self._lengths_S[slots_B] + running_B
-        self._lengths_S[slots_B] = lengths_B
-        self._finite_S[slots_B] = finite_B
-        stops_B = (ids_B[:, None] == self._stops_SN[slots_B]).any(-1)
-        stopped_B = running_B & (stops_B | (lengths_B >= self._ends_S[slots_B]) | ~finite_B)
-        stopped = slots_B[stopped_B].tolist()  # the one synchronisation of the step
+        `ready` are the slots whose prompt is complete with that; they sample their first token now and run from here
+        on. Returns the rows that stop.
+        """
+        plan = self._arranged()
+        apart = self.fixed_shapes or self._graphs is not None
+        stopped = self._apart(plan, stretches, ready) if apart else self._together(plan, stretches, ready)
+        # One more token in every running slot; the newcomers hold their prompt and one.
+        self._step += 1
+        for stretch in stretches:
+            self._cached[stretch.slot] = stretch.end
+            if stretch.slot in ready:
+                self._starts[stretch.slot] = stretch.end + 1 - self._step
+                self._plan = None
         return self.stop(stopped) if stopped else []
+
+    def _together(self, plan: _Plan, stretches: Sequence[Stretch], ready: Sequence[int]) -> list[int]:
+        """One pass for running rows and prompts."""
+        reach = plan.reach_at(self._step)
+        if not stretches:
+            return self._sample(plan.slots, plan.slots_B, self._forward.decode(plan.slots_B, reach))
+        rows = [self._order.row_of[stretch.slot] for stretch in stretches]
+        logits_RV = self._forward.advance(plan.slots_B, reach, stretches, rows)
+        if len(ready) < len(stretches):
+            # A prompt that goes on next step predicts nothing yet.
+            whole = [len(plan.slots) + i for i, stretch in enumerate(stretches) if stretch.slot in ready]
+            logits_RV = logits_RV[[*range(len(plan.slots)), *whole]]
+        slots = [*plan.slots, *(stretch.slot for stretch in stretches if stretch.slot in ready)]
+        if not slots:
+            return []
+        slots_R = self._state.ids(slots)
+        self._state.active_S[slots_R] = True
+        return self._sample(slots, slots_R, logits_RV)
+
+    def _apart(self, plan: _Plan, stretches: Sequence[Stretch], ready: Sequence[int]) -> list[int]:
+        """Running rows and each prompt in passes of their own, so that the shapes of one say nothing about others."""
+        stopped: list[int] = []
+        if self._starts and self._graphs is not None:
+            slots = self._order.slot_at
+            stopped += _chosen(slots, self._graphs.decode(slots, max(self._length(slot) for slot in self._starts)))
+        elif self._starts:
+            stopped += self._sample(plan.slots, plan.slots_B, self._forward.decode(plan.slots_B, plan.reach))
+        nobody = plan.slots_B[:0]
+        for stretch in stretches:
+            logits_1V = self._forward.advance(nobody, NOTHING, [stretch], [self._order.row_of[stretch.slot]])
+            if stretch.slot in ready:
+                slots_1 = self._state.ids([stretch.slot])
+                self._state.active_S[slots_1] = True
+                stopped += self._sample([stretch.slot], slots_1, logits_1V)
+        return stopped
+
+    def _sample(self, slots: Sequence[int], slots_R: Tensor, logits_RV: Tensor) -> list[int]:
+        return _chosen(slots, self._state.append(slots_R, logits_RV))
+
+    def _arranged(self) -> _Plan:
+        """Running slots in leading rows, longest first; the last plan while nothing changed."""
+        due = self._step - self._sorted_at >= SORT_STEPS and not self.fixed_shapes
+        if self._plan is not None and not due:
+            return self._plan
+        if self.fixed_shapes:
+            reach = Reach.of([self.max_length] * self.slots)
+            self._plan = _Plan(list(range(self.slots)), self._state.ids(range(self.slots)), reach, self._step)
+            return self._plan
+        lengths = {slot: self._length(slot) for slot in self._starts}
+        self._carry_out(self._order.compact(list(lengths)))
+        if due:
+            self._sorted_at = self._step
+            self._sort(lengths)
+        slots = self._order.slot_at[: len(lengths)]
+        reach = Reach.of([lengths[slot] for slot in slots])
+        self._plan = _Plan(slots, self._state.ids(slots), reach, self._step)
+        return self._plan
+
+    def _sort(self, lengths: Mapping[int, int]) -> None:
+        """Longest rows first, when they are so mixed up that it pays."""
+        bands = {slot: -(-length // BAND) for slot, length in lengths.items()}
+        in_order = Reach.of([bands[slot] for slot in self._order.slot_at[: len(bands)]])
+        if -sum(in_order.longest) > (1 + WASTE) * sum(bands.values()):
+            self._carry_out(self._order.sort(bands))
+
+    def _carry_out(self, swaps: Sequence[Swap]) -> None:
+        for swap in swaps:
+            columns = max(self.cached(swap.left_slot), self.cached(swap.right_slot))
+            self._forward.swap(swap.left, swap.right, columns)
+
+    @torch.inference_mode()
+    def recompute(self, slots: Sequence[int]) -> None:
+        """Compute the stored tokens of these slots into the cache anew, with the weights in use. Samples nothing."""
+        pieces = [
+            Stretch(slot, start, min(start + PASS_TOKENS, self.cached(slot)))
+            for slot in slots
+            for start in range(0, self.cached(slot), PASS_TOKENS)
+        ]
+        nobody = self._state.ids([])
+        while pieces:
+            batch, pieces = first_tokens(pieces, PASS_TOKENS)
+            self._forward.advance(nobody, NOTHING, batch, [self._order.row_of[piece.slot] for piece in batch])
 
     @torch.inference_mode()
     def stop(self, slots: Sequence[int]) -> list[Ended]:
-        """Take running rows out and read back what they sampled."""
-        self._active_S[slots] = False
-        ended = []
-        lengths, prompts = self._lengths_S[slots].tolist(), self._prompts_S[slots].tolist()
-        finite = self._finite_S[slots].tolist()
-        for slot, start, end, is_finite in zip(slots, prompts, lengths, finite, strict=True):
-            if not is_finite:
-                self._cache.clear(slot)
-            ended.append(
-                Ended(
-                    slot=slot,
-                    token_ids=self._tokens_SP[slot, start:end].tolist(),
-                    log_probs=self._log_probs_SP[slot, start:end].tolist(),
-                    versions=self._versions_SP[slot, start:end].tolist(),
-                    finite=is_finite,
-                )
-            )
+        """Take rows out and read back what they sampled."""
+        ended = self._state.read_back(slots)
+        for row in ended:
+            self._cached[row.slot] = self.cached(row.slot)
+            self._starts.pop(row.slot, None)
+            if not row.finite:
+                self._forward.clear(self._order.row_of[row.slot])
+                self._cached[row.slot] = 0
+        self._plan = self._plan if self.fixed_shapes else None
         return ended
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Swap the weights; the next token is stamped with `version`. The tensors must have been verified."""
         assign_weights(self.model, tensors)
+        self._forward.refresh()
+        self._state.version_1.fill_(version)
         self.version = version
 
 
-def attention_windows(config: Any) -> dict[str, int | None]:
-    """Kinds of attention layers with their window (None sees everything). Raises ValueError for other layers."""
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        kinds = ["full_attention" if window is None else "sliding_attention"]
-    foreign = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-    if foreign:
-        raise ValueError(
-            f"{config.model_type} has layers of type {', '.join(foreign)}; the local engine caches full_attention and "
-            "sliding_attention only, so serve this model with another engine"
-        )
-    return {kind: window if kind == "sliding_attention" else None for kind in sorted(set(kinds))}
+def first_tokens(stretches: Sequence[Stretch], limit: int) -> tuple[list[Stretch], list[Stretch]]:
+    """Cut off the first `limit` tokens: the stretches that they make, and what is left."""
+    taken: list[Stretch] = []
+    for i, stretch in enumerate(stretches):
+        end = min(stretch.end, stretch.start + limit)
+        if end > stretch.start:
+            taken.append(Stretch(stretch.slot, stretch.start, end))
+        limit -= end - stretch.start
+        if end < stretch.end:
+            return taken, [Stretch(stretch.slot, end, stretch.end), *stretches[i + 1 :]]
+    return taken, []
+
+
+def _chosen(slots: Sequence[int], stopped_R: Tensor) -> list[int]:
+    """The slots for which it is true. The one synchronisation of a step."""
+    return [slots[i] for i in stopped_R.nonzero().flatten().tolist()]

@@ -1,0 +1,58 @@
+"""Key/value cache of the fused forward: blocks of columns, in each of which all rows lie side by side.
+
+Decoding is bound by memory, and memory is fast when it is read in one long run: a cache that holds each row in one
+piece of `max_length` columns is read in short runs with long gaps, four times slower on the machine of docs/log.md.
+Here the leading rows of a block are one run, and a row costs no block that it has not reached.
+
+Guarantees: rows that hold nothing are zero or stale, never non-finite. The last column is scratch.
+Not covered: which rows are read (`rows.Reach`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK = 64
+"""Columns of a block on CPUs: fewer cost more calls, more are read in vain at the ends of rows (docs/log.md)."""
+
+
+class BlockCache:
+    """[layers, blocks, 2, rows, heads, columns of a block, dim], keys first. One block for all columns on GPUs."""
+
+    def __init__(self, layers: int, rows: int, max_length: int, heads: int, like: Tensor, dim: int) -> None:
+        columns = max_length + 1
+        # GPU kernels hide the gaps and want each row in one piece.
+        self.size = min(BLOCK, columns) if like.device.type == "cpu" else columns
+        self.count = -(-columns // self.size)
+        # Zeros rather than uninitialised memory: a masked key has weight 0, and 0 · NaN would still be NaN.
+        self.data = like.new_zeros((layers, self.count, 2, rows, heads, self.size, dim))
+        # [layers, blocks, columns, rows, 2, heads, dim]: where a token goes is three indices side by side.
+        self._writable = self.data.permute(0, 1, 5, 3, 2, 4, 6)
+
+    def places(self, rows_T: Tensor, columns_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Where tokens of these rows and columns go, for `write`."""
+        return columns_T.div(self.size, rounding_mode="floor"), columns_T.remainder(self.size), rows_T
+
+    def write(self, layer: int, places: tuple[Tensor, Tensor, Tensor], stored: Tensor) -> None:
+        """Store keys and values [T, 2, heads, dim]."""
+        self._writable[layer][places] = stored
+
+    def rows(self, layer: int, first: int, end: int, columns: int) -> Tensor:
+        """Keys and values of neighbouring rows, [2, rows, heads, columns, dim]. A copy where there are blocks."""
+        blocks = -(-columns // self.size)
+        part = self.data[layer, :blocks, :, first:end].permute(1, 2, 3, 0, 4, 5)
+        return part.flatten(3, 4)[:, :, :, :columns]
+
+    @torch.inference_mode()
+    def swap(self, left: int, right: int, columns: int) -> None:
+        """Exchange two rows of which at most so many columns are in use."""
+        blocks = -(-columns // self.size)
+        ours, theirs = self.data[:, :blocks, :, left], self.data[:, :blocks, :, right]
+        kept = ours.clone()
+        ours.copy_(theirs)
+        theirs.copy_(kept)
+
+    def clear(self, row: int) -> None:
+        """Zero a row, so that non-finite values of a failed request can't leak into the next one."""
+        self.data[:, :, :, row].zero_()
