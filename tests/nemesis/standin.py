@@ -82,6 +82,9 @@ class NumericLearner:
         self.version += 1
         return {"actor/pg_loss": float(policy[0] % 997)}
 
+    def prepare(self, rollout: Rollout) -> None:
+        """Nothing can be done before the step."""
+
     async def fingerprint(self) -> str:
         """Digest of everything that `state` holds."""
         everything = self._vectors | {"version": self.version, "value_updates": self._updates}
