@@ -39,6 +39,7 @@ from soloist.runtime.ledger_rows import (
     read_counts,
     read_lineages,
     read_rollouts,
+    read_step_rollouts,
     read_steps,
     select_chain,
     select_frontier,
@@ -59,6 +60,7 @@ __all__ = [
     "read_counts",
     "read_lineages",
     "read_rollouts",
+    "read_step_rollouts",
     "read_steps",
 ]
 

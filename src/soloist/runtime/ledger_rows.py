@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
@@ -226,6 +226,19 @@ def read_counts(path: Path) -> dict[str, dict[str, int]]:
         tasks = db.execute("SELECT state, count(*) FROM tasks GROUP BY 1")
         late = db.execute("SELECT count(*) FROM refused").fetchone()[0]
         return {"attempts": dict(attempts.fetchall()), "tasks": dict(tasks.fetchall()), "refused": {"results": late}}
+
+
+def read_tasks(path: Path, units: Sequence[int]) -> dict[int, tuple[str, str]]:
+    """(state, reason) of these tasks. Raises RunError like `read_rollouts`."""
+    with closing(open_read_only(path)) as db:
+        query = "SELECT state, reason FROM tasks WHERE unit = ?"
+        return {unit: db.execute(query, (unit,)).fetchone() for unit in units}
+
+
+def read_step_rollouts(path: Path, step: int) -> list[Rollout]:
+    """Rollouts of a committed step in trained order. Raises RunError like `read_rollouts` and `step_rollouts`."""
+    with closing(open_read_only(path)) as db:
+        return step_rollouts(db, step)
 
 
 def step_rollouts(db: sqlite3.Connection, step: int) -> list[Rollout]:
