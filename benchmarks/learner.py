@@ -7,7 +7,9 @@ padded, with an attention mask and full logits; the same losses, frozen paramete
 
 equal_ratio       their seconds ÷ ours, all rollouts equally long
 heavy_tail_ratio  the same, log-normal lengths with σ = 1
-matmul_share      model FLOPs of a step ÷ its seconds ÷ FLOP/s of large matrix products (`model_flops`)
+matmul_share      model FLOPs of a step ÷ its seconds ÷ FLOP/s of large matrix products (`model_flops`); both in
+                  seconds of CPU time, as seconds of a shared machine would make shares above 1; wall_share is by the
+                  clock, with the harness's rate measured right before and after
 peak_mb           memory that a policy update adds at a vocabulary of 65,536, each in a process of its own
 """
 
@@ -21,8 +23,9 @@ import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import resource
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -146,9 +149,7 @@ class Theirs:
         chosen = log_probs.gather(-1, batch["ids"][:, 1:, None]).squeeze(-1)
         weights = torch.full_like(advantages, 1 / tokens)
         log_mu = batch["log_mu"][batch["action"]]
-        loss, _ = POLICY_LOSSES["dis"](
-            chosen[batch["action"]], log_mu, advantages, weights, eps_low=0.3, eps_high=5.0
-        )
+        loss, _ = POLICY_LOSSES["dis"](chosen[batch["action"]], log_mu, advantages, weights, eps_low=0.3, eps_high=5.0)
         return loss
 
     def finish(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -216,16 +217,18 @@ def matmul_share(size: str, count: int, length: int, repeats: int) -> dict[str, 
     rollouts = rollouts_of([length] * count)
     flops = model_flops(policy, rollouts, learner.config)
     ours_step(learner, rollouts)
-    shares, rates = [], []
+    shares, wall_shares, rates = [], [], []
     for _ in range(repeats):
-        # Measured right beside the step: the machine is shared.
-        before = matmul_rate()
+        before, cpu_before, start = matmul_rate(repeats=20), cpu_matmul_rate(), time.process_time()
         taken = seconds(lambda: ours_step(learner, rollouts))
-        rates.append((before + matmul_rate()) / 2)
-        shares.append(flops / taken / rates[-1])
+        used = time.process_time() - start
+        rates.append((cpu_before + cpu_matmul_rate()) / 2)
+        shares.append(flops / used / rates[-1])
+        wall_shares.append(flops / taken / ((before + matmul_rate(repeats=20)) / 2))
     return {
         "share": round(float(np.median(shares)), 3),
         "shares": [round(share, 3) for share in shares],
+        "wall_shares": [round(share, 3) for share in wall_shares],
         "matmul_gflops": [round(rate / 1e9, 1) for rate in rates],
         "parameters": sum(p.numel() for p in policy.parameters()),
         "tokens": count * length,
@@ -233,19 +236,28 @@ def matmul_share(size: str, count: int, length: int, repeats: int) -> dict[str, 
     }
 
 
+def cpu_matmul_rate(size: int = 1024, count: int = 20) -> float:
+    """As `harness.matmul_rate`, per second of CPU time."""
+    left, right = torch.randn(2, size, size)
+    start = time.process_time()
+    for _ in range(count):
+        left @ right
+    return 2 * size**3 * count / (time.process_time() - start)
+
+
 def peak_memory(whose: str) -> float:
     """MB that one step's policy update adds to this process's peak."""
     shape = {"hidden_size": 96, "intermediate_size": 288, "num_hidden_layers": 4, "num_attention_heads": 4}
-    settings = Qwen3Config(
-        vocab_size=VOCABULARY, num_key_value_heads=4, head_dim=24, tie_word_embeddings=True, **shape
-    )
+    settings = Qwen3Config(vocab_size=VOCABULARY, num_key_value_heads=4, head_dim=24, tie_word_embeddings=True, **shape)
     torch.manual_seed(0)
     policy = Qwen3ForCausalLM(settings).eval()
     config = config_of()
     value = ValueModel.from_policy(policy)
     rollouts = rollouts_of([128] * 16, vocabulary=VOCABULARY)
     learner, theirs = Learner(policy, value, config), Theirs(policy, value, config)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # The peak starts anew: a child's begins with what its parent held.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory_mb("VmRSS")
     if whose == "ours":
         learner.update_policy(rollouts)
     else:
@@ -253,7 +265,13 @@ def peak_memory(whose: str) -> float:
         for batch in batches:
             theirs.policy_loss(batch, theirs.advantages(batch), 1000).backward()
         theirs.finish(policy, theirs.policy_optimizer)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return memory_mb("VmHWM") - before
+
+
+def memory_mb(name: str) -> float:
+    """A line of /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return float(next(line.split()[1] for line in lines if line.startswith(name))) / 1024
 
 
 def peaks() -> dict[str, Any]:

@@ -91,7 +91,7 @@ def test_overrides_may_stand_anywhere(arguments: list[str], own: list[str], over
         (["train", "calculator", "--policy.lrr", "3"], ["calculator:", "'policy.lrr'", "value 3", "max_grad_norm"]),
         (["train", "calculator", "--policy.lr", "fast"], ["policy.lr", "'fast'", "number"]),
         (["train", "calculator", "--group_size", "0"], ["group_size", "found 0", "greater than or equal to 1"]),
-        (["train", "calculator", "--group_size", "5"], ["rollouts_per_step = 128", "group_size = 5", "multiple"]),
+        (["train", "calculator", "--group_size", "5"], ["rollouts_per_step = 256", "group_size = 5", "multiple"]),
         (["train", "calculator", "--deterministic", "true"], ["deterministic = true", "max_staleness = 0, found 2"]),
         (["train", "calculator", "--steps"], ["--steps", "no value", "--steps=VALUE"]),
         (["train", "calculator", "--steps", "--resume"], ["--steps", "found --resume"]),

@@ -1,7 +1,8 @@
 """Log-probabilities of given tokens from hidden states and the vocabulary head, without a [T × V] tensor for large V.
 
 Legend: T selected tokens, D hidden size, V vocabulary, C tokens of one chunk.
-Guarantees: at most `CHUNK` logits exist at a time, in forward and backward; results are fp32 for fp32 and smaller
+Guarantees: at most `CHUNK` logits exist at a time, or a quarter as many as the head has weights if that is more, in
+forward and backward; results are fp32 for fp32 and smaller
 types, fp64 for fp64; a token whose logit is far above or below all others gives finite numbers.
 Not covered: heads that cap or scale logits (`policy.py` notices them and takes the model's own logits).
 """
@@ -57,7 +58,9 @@ class _ChosenLogProbs(torch.autograd.Function):
         kept: int,
     ) -> tuple[Tensor, Tensor]:
         vocabulary = weight_VD.shape[0]
-        rows = max(1, chunk // vocabulary)
+        # Each chunk reads and writes the whole gradient of the head, so that short chunks would cost more than they
+        # save: their logits may take as much as a quarter of the head's own weights.
+        rows = max(1, chunk // vocabulary, weight_VD.shape[1] // 4)
         log_probs_T, entropy_T = (
             hidden_TD.new_empty(len(tokens_T), dtype=torch.promote_types(hidden_TD.dtype, torch.float32))
             for _ in range(2)
@@ -106,7 +109,10 @@ class _ChosenLogProbs(torch.autograd.Function):
             if hidden_grad_TD is not None:
                 hidden_grad_TD[part] = slope_CV @ weight_VD
             if weight_grad_VD is not None:
-                weight_grad_VD += slope_CV.T @ hidden_TD[part]
+                if weight_grad_VD.dtype == slope_CV.dtype:
+                    weight_grad_VD.addmm_(slope_CV.T, hidden_TD[part])
+                else:
+                    weight_grad_VD += slope_CV.T @ hidden_TD[part]
             if bias_grad_V is not None:
                 bias_grad_V += slope_CV.sum(dim=0)
         weight_grad = None if weight_grad_VD is None else weight_grad_VD.to(weight_VD.dtype)
