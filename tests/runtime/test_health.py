@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from soloist.runtime.health import DelayHistogram, EventLoopDelay, WorkerThread, reported_wait
+from soloist.metrics import is_registered
+from soloist.runtime.health import DelayHistogram, EventLoopDelay, WorkerThread, reported_wait, resources
 
 
 @given(st.lists(st.floats(1e-5, 100.0), min_size=1, max_size=300), st.sampled_from([0.5, 0.9, 0.99, 1.0]))
@@ -126,3 +128,19 @@ async def test_a_long_wait_is_reported_again_and_again_and_a_short_one_never() -
     assert [
         task for task in asyncio.all_tasks() if task.get_name() == "report of a wait" and not task.cancelling()
     ] == []
+
+
+def test_memory_open_files_and_threads_are_metrics_that_see_a_leak(tmp_path: Path) -> None:
+    """R13: what grows with the steps shows up in the metrics of every step."""
+    before = resources()
+    files = [(tmp_path / f"{number}").open("w") for number in range(20)]
+    held = bytearray(64 * 2**20)
+    for page in range(0, len(held), 4096):
+        held[page] = 1
+    after = resources()
+    for file in files:
+        file.close()
+    assert all(is_registered(name) and (value or 0) > 0 for name, value in before.items())
+    assert (after["process/open_files"] or 0) - (before["process/open_files"] or 0) == 20
+    assert (after["process/rss_mb"] or 0) - (before["process/rss_mb"] or 0) > 32
+    assert (resources()["process/open_files"] or 0) == before["process/open_files"]

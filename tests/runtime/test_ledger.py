@@ -319,6 +319,27 @@ async def test_rollouts_of_a_failed_write_stay_queued(tmp_path: Path) -> None:
     await ledger.close()
 
 
+async def test_a_full_disk_is_a_sentence_and_the_ledger_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    """R3: SQLite's own "disk is full"; what was not written stays queued, what was is whole."""
+    path = tmp_path / "ledger.sqlite"
+    ledger = await Ledger.open(path)
+    await end(ledger, scored("r0"))
+
+    def limit(pages: int) -> None:
+        ledger._db.execute(f"PRAGMA max_page_count = {pages}")
+
+    await ledger._thread.call(limit, 1)
+    big = scored("r1", info={"noise": [random.random() for _ in range(40_000)]})
+    await lease(ledger, big)
+    with pytest.raises(RunError, match=r"can't be written .*full.*; mend the disk and go on with --resume"):
+        await ledger.ended(big)
+    assert set(by_id(path)) == {"r0"}
+    await ledger._thread.call(limit, 100_000)
+    await ledger.commit(0, [scored("r0"), big], {})
+    assert {state for state, _, _ in by_id(path).values()} == {"trained"}
+    await ledger.close()
+
+
 CRASHING_RUN = """
 import asyncio, os, sys
 from pathlib import Path

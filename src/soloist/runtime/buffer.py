@@ -156,9 +156,10 @@ class RolloutBuffer:
 
     def expire(self) -> None:
         """End leases without a sign of life, so that others can play their places. Waiters do it, too."""
-        attempts = self._places.tally.ended["dropped"]
-        self._places.expire()
-        if self._places.tally.ended["dropped"] != attempts:
+        told = self._places.expire()
+        if told:
+            others = f" and {len(told) - 1} others" if told[1:] else ""
+            self._on_stall(f"given up without a sign of life, to be played again: {told[0]}{others}")
             self.wake()
 
     def conservation(self) -> dict[str, int]:

@@ -22,6 +22,7 @@ import json
 import sqlite3
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -286,14 +287,24 @@ class Ledger:
     def _transaction(self, name: str, write: Callable[[sqlite3.Connection], T], committed: Callable[[T], None]) -> None:
         """`committed` gets what `write` returned as soon as it is on disk, and only then."""
         db = self._db
-        db.execute("BEGIN IMMEDIATE")
         try:
+            db.execute("BEGIN IMMEDIATE")
             found = write(db)
             fault_point(f"ledger:{name}:before")
             db.execute("COMMIT")
+        except sqlite3.OperationalError as error:
+            _undo(db)
+            raise RunError(f"{self.path} can't be written ({error}); mend the disk and go on with --resume") from error
         except BaseException:
-            if db.in_transaction:
-                db.execute("ROLLBACK")
+            _undo(db)
             raise
         committed(found)
         fault_point(f"ledger:{name}:after")
+
+
+def _undo(db: sqlite3.Connection) -> None:
+    """Forget the open transaction, if the database has not done so itself."""
+    if db.in_transaction:
+        # A disk that failed once may fail here too; the next opening of the file rolls back then.
+        with suppress(sqlite3.OperationalError):
+            db.execute("ROLLBACK")

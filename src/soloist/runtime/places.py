@@ -109,9 +109,13 @@ class Places:
             unit.scored[member] = (rollout, self._clock.monotonic())
             self._occupy_if_complete(unit)
 
-    def expire(self) -> None:
-        """End the leases that gave no sign of life for `health.lease_seconds`; their places are leased again."""
+    def expire(self) -> list[str]:
+        """End the leases that gave no sign of life for `health.lease_seconds`; their places are leased again.
+
+        Returns who it was and what for it waited, one text each.
+        """
         now = self._clock.monotonic()
+        told = []
         for running in self._all_running():
             if running.finished or running.expires > now:
                 continue
@@ -123,6 +127,8 @@ class Places:
             del unit.running[member]
             self._on_abort([lease.rollout_id])
             self._retry(unit, member, reason)
+            told.append(f"{lease.rollout_id} (attempt {lease.attempt}): {reason}")
+        return told
 
     def consume(self) -> list[Rollout]:
         """The current step's rollouts in order of occupation, marked as trained at it; goes on to the next step.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -86,11 +86,14 @@ async def train_durably(job: Job) -> None:
     Raises UserError when the folder has more steps than asked for, RunError when the run can't go on.
     """
     note, config = job.observer.note, job.config
-    ledger = await Ledger.open(job.folder.ledger, job.clock)
-    writer = SnapshotWriter(job.snapshots, ledger, note, config.keep_rollouts)
-    log = MetricsLog(job.folder.metrics)
-    try:
-        await _refuse_fewer_steps(job, ledger)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(job.learner.close)
+        ledger = await Ledger.open(job.folder.ledger, job.clock)
+        stack.push_async_callback(ledger.close)
+        writer = SnapshotWriter(job.snapshots, ledger, note, config.keep_rollouts)
+        stack.push_async_callback(writer.close)
+        log = MetricsLog(job.folder.metrics)
+        _refuse_fewer_steps(job, (await ledger.frontier()).step)
         found = await recover(
             ledger,
             job.snapshots,
@@ -115,10 +118,6 @@ async def train_durably(job: Job) -> None:
             progress = {"step": step, "state_hash": found.state_hash, "lineage": ledger.lineage, "life": ledger.life}
             await writer.start(step, found.state_hash, {**state, "progress": ({}, progress)})
         await writer.finish()
-    finally:
-        await writer.close()
-        await ledger.close()
-        await job.learner.close()
 
 
 async def _train(
@@ -152,6 +151,7 @@ async def _train(
         delay=delay,
         clock=job.clock,
         observer=job.observer,
+        state_hash=found.state_hash,
     )
     gauge = asyncio.create_task(delay.run(), name="event-loop delay")
     try:
@@ -160,8 +160,7 @@ async def _train(
         gauge.cancel()
 
 
-async def _refuse_fewer_steps(job: Job, ledger: Ledger) -> None:
-    done = len(await ledger.steps())
+def _refuse_fewer_steps(job: Job, done: int) -> None:
     if done > job.config.steps:
         raise UserError(
             f"{job.folder.path} has {done} steps already, found steps = {job.config.steps}; give at least as many, or "

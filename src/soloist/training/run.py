@@ -171,9 +171,9 @@ class Run:
 
     async def commit(self, step: int, rollouts: list[Rollout]) -> None:
         """Put the step on record: which rollouts, in which order, from which version, and what came out."""
-        self.state_hash = await self.learner.fingerprint()
+        before, self.state_hash = self.state_hash, await self.learner.fingerprint()
         losses = {name: self._noted.get(name) for name in ("actor/pg_loss", "critic/loss")}
-        record = {"version": step, "losses": losses}
+        record = {"version": step, "before": before, "losses": losses}
         await self.ledger.commit(step, rollouts, record, state_hash=self.state_hash)
 
     def publishes_after(self, step: int) -> bool:
