@@ -273,7 +273,9 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(
     assert newest <= done < STEPS, "the run was killed in its middle"
     resumed = start([*arguments, "--resume"])
     assert resumed.wait() == 0, resumed.err
-    said = f"note: train goes on at step {done}: snapshot of step {newest}, {done - newest} recorded steps trained again"
+    said = (
+        f"note: train goes on at step {done}: snapshot of step {newest}, {done - newest} recorded steps trained again"
+    )
     assert said in resumed.out
     assert [step.lineage for step in read_steps(run.folder / "ledger.sqlite")] == [1] * STEPS
     assert check_lineage(run.folder) == list(range(STEPS * SIZE)) == check_lineage(uninterrupted)
