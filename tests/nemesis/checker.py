@@ -85,6 +85,8 @@ class Checker:
         self.rows: list[Row] = []
         self.tables: dict[str, list[Row]] = {}
         self.chain: list[Row] = []
+        self.snapshots: dict[int, bool] = {}
+        """Visible snapshots, and whether they are whole."""
         self.straight = Straight(facts.seed, facts.value_updates)
 
     def check(self, *, complete: bool) -> list[tuple[Kind, str]]:
@@ -93,6 +95,9 @@ class Checker:
             if complete or self._acknowledged("committed") or self._acknowledged("ended"):
                 self._find("lost", "there is no readable ledger")
             return self.findings
+        for path in sorted((self.folder / "checkpoints").glob("step_*")):
+            step = int(path.name.removeprefix("step_"))
+            self.snapshots[step] = self._is_whole(path, step)
         self._check_chain(complete)
         self._check_trained()
         self._check_fates()
@@ -307,6 +312,9 @@ class Checker:
         self._retrain(payloads)
         if not self.facts.numeric:
             return
+        if self.facts.pruned:
+            # Nobody can know the weights of steps whose rollouts are forgotten.
+            self.straight.weights += [None] * (len(self.chain) + 1 - len(self.straight.weights))
         for payload in payloads.values():
             wrong = wrong_token(payload, self.straight.weights)
             self._unless(not wrong, wrong)
@@ -348,13 +356,12 @@ class Checker:
 
     def _oldest_snapshot(self) -> int:
         """Step of the oldest snapshot that recovery may have to start from."""
-        steps = [int(path.name.removeprefix("step_")) for path in (self.folder / "checkpoints").glob("step_*")]
-        return min((step for step in steps if step not in self.facts.damaged), default=0)
+        return min((step for step, whole in self.snapshots.items() if whole), default=0)
 
     def _skip_to(self, step: int) -> None:
         """Begin the recomputation at a snapshot whose hash is on record."""
         path = self.folder / "checkpoints" / f"step_{step}"
-        if not path.is_dir():
+        if not self.snapshots.get(step):
             self._find("lost", f"rollouts before step {step} are gone, but there is no snapshot of it")
             return
         parts = {
@@ -373,12 +380,17 @@ class Checker:
                 self._unless(whole, f"{path.parent.name} holds other weights than version {version}")
 
     def _check_snapshots(self) -> None:
-        valid = [self._check_snapshot(path) for path in sorted((self.folder / "checkpoints").glob("step_*"))]
         sealed = [row["step"] for row in self.tables.get("snapshots", [])]
-        self._unless(not sealed or any(valid), f"snapshots {sealed} are on record, but no valid one is left")
+        whole = [step for step, is_whole in self.snapshots.items() if is_whole]
+        self._unless(not sealed or whole, f"snapshots {sealed} are on record, but no valid one is left")
+        for step in whole:
+            if step > len(self.chain):
+                self._find("unexplained", f"the snapshot of step {step} is there, but the step is not on record")
+            else:
+                self._check_state(self.folder / "checkpoints" / f"step_{step}", step)
 
-    def _check_snapshot(self, path: Path) -> bool:
-        step = int(path.name.removeprefix("step_"))
+    def _is_whole(self, path: Path, step: int) -> bool:
+        """A visible snapshot is complete, unless the harness damaged it."""
         if step in self.facts.damaged:
             return False
         try:
@@ -392,10 +404,6 @@ class Checker:
             self._find("unexplained", f"{path.name} is visible and not whole: {error}")
             return False
         self._unless(not different, f"{path.name} is visible, but differs from its manifest: {different}")
-        if step > len(self.chain):
-            self._find("unexplained", f"{path.name} is of a step that is not on record")
-        else:
-            self._check_state(path, step)
         return not different
 
     def _check_state(self, path: Path, step: int) -> None:

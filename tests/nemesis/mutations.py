@@ -23,8 +23,6 @@ sys.path.insert(0, str(HERE))
 from plans import SLOW_SHARE, plan_of
 from run import run_all
 
-SOURCE = HERE.parents[1] / "src"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Mutation:
@@ -73,7 +71,7 @@ MUTATIONS = [
     Mutation(
         name="published before it is committed",
         file="soloist/training/loop.py",
-        before="            await timed(\"commit\", run.commit(step, rollouts))  # what was trained is on record …\n",
+        before='            await timed("commit", run.commit(step, rollouts))  # what was trained is on record …\n',
         after="",
     ),
     Mutation(
@@ -91,9 +89,9 @@ MUTATIONS = [
 ]
 
 
-def mutate(mutation: Mutation, target: Path) -> None:
+def mutate(mutation: Mutation, source: Path, target: Path) -> None:
     """A copy of the package with the mutation. Raises ValueError unless its text is there exactly once."""
-    shutil.copytree(SOURCE, target, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
     path = target / mutation.file
     text = path.read_text()
     if text.count(mutation.before) != 1:
@@ -111,17 +109,17 @@ def _commit_after_publish(text: str) -> str:
     return text.replace(line, f'            await timed("commit", run.commit(step, rollouts))\n{line}')
 
 
-def hunt(mutation: Mutation, runs: int, seed: int) -> dict[str, Any]:
+def hunt(mutation: Mutation, runs: int, seed: int, source: Path) -> dict[str, Any]:
     """Play until the mutation shows; what was found, and in which run."""
     candidates = [number for number in range(100_000) if plan_of(seed, number).kind == "stand-in"]
     if mutation.slow:
         candidates = [number for number in candidates if number % SLOW_SHARE == SLOW_SHARE // 2]
     with tempfile.TemporaryDirectory() as name:
-        mutate(mutation, Path(name) / "src")
+        mutate(mutation, source, Path(name) / "src")
         for played, number in enumerate(candidates[:runs], 1):
             findings = _play(number, seed, Path(name) / "src")
             # What the unbroken product shows, too, is no catch.
-            if findings and not _play(number, seed, SOURCE):
+            if findings and not _play(number, seed, source):
                 kind, text = findings[0]
                 return {"found": True, "run": number, "seed": seed, "runs_played": played, "kind": kind, "what": text}
     return {"found": False, "seed": seed, "runs_played": runs}
@@ -137,12 +135,13 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="")
+    parser.add_argument("--source", type=Path, default=HERE.parents[1] / "src", help="the package that is broken")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     found: dict[str, Any] = {}
     for mutation in MUTATIONS:
         if options.only in mutation.name:
-            found[mutation.name] = hunt(mutation, options.runs, options.seed)
+            found[mutation.name] = hunt(mutation, options.runs, options.seed, options.source.resolve())
             print(mutation.name, json.dumps(found[mutation.name]), flush=True)
     if options.out is not None:
         command = "python tests/nemesis/mutations.py " + " ".join(sys.argv[1:])

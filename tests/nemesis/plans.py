@@ -114,7 +114,8 @@ def plan_of(seed: int, number: int, only: str = "") -> Plan:
     config = _tiny(rng) if kind == "tiny" else _stand_in(rng, number, stopped)
     if slow:
         config |= {"steps": 3, "rollouts_per_step": 4, "players": 8}
-        config["health"]["lease_seconds"] = config["rollout"]["max_seconds"] = 2.0
+        config["rollout"]["max_seconds"] = 2.0
+        config["health"] |= {"lease_seconds": 2.0, "stall_limit_seconds": 15.0, "stall_report_seconds": 10.0}
     poison = rng.random() < 0.08 and kind == "stand-in"
     config["rollout"]["attempts"] = 2 if poison else 100
     journal = rng.random() < 0.4
