@@ -400,6 +400,7 @@ async def test_an_engine_that_lags_does_not_spoil_the_place_of_a_newer_group() -
 
 
 async def test_a_stall_is_reported_and_then_ends_the_run_with_the_report() -> None:
+    """R6, RB-124, RB-125: who waits for whom and since when, again and again, and an end."""
     clock = FakeClock()
     reports: list[str] = []
     health = {"stall_report_seconds": 30.0, "stall_limit_seconds": 100.0}
@@ -679,10 +680,10 @@ class World:
             self.version = step + 1
             self.buffer.wake()
 
-    async def run(self, players: int) -> None:
+    async def run(self, players: int, seconds: float = 2.0) -> None:
         crowd = [asyncio.create_task(self.play()) for _ in range(players)]
         try:
-            await soon(self.learn())
+            await asyncio.wait_for(self.learn(), seconds)
         finally:
             for player in crowd:
                 player.cancel()
@@ -705,3 +706,16 @@ async def test_any_schedule_keeps_the_bound_conserves_and_goes_on(on_stale: str,
         assert max(lags) <= staleness
     if on_stale == "wait":
         assert "dropped:stale" not in world.buffer.fates()
+
+
+async def test_thousands_of_rollouts_leave_nothing_behind_in_memory() -> None:
+    """RB-141, R13: what is trained, failed or dropped is forgotten; only what is under way is remembered."""
+    world = World(3, {"rollouts_per_step": 40, "max_staleness": 1, "rollout": {"attempts": 20}}, steps=50)
+    await world.run(players=60, seconds=60.0)
+    places = world.buffer._places
+    assert len(world.trained) == 2_000
+    assert len(places._units) <= 3 * 40
+    assert len(places._counts) <= 3 * 40
+    assert len(places.source.state()["open"]) <= 3 * 40
+    assert len(places.tally._recent) <= 40
+    assert len(places.admission._bounds) <= 3 * 40

@@ -165,14 +165,18 @@ def snapshots_of(config: RunConfig, storage: Storage | None = None) -> SnapshotF
 
 
 def trained(
-    config: RunConfig, mood: Callable[[Rollout], Any] = calm, salt: str = "", storage: Storage | None = None
+    config: RunConfig,
+    mood: Callable[[Rollout], Any] = calm,
+    salt: str = "",
+    storage: Storage | None = None,
+    learner: NumericLearner | None = None,
 ) -> tuple[str, list[str]]:
     """Train in the config's folder; returns the learner's hash and what the run said."""
     folder = RunFolder(config)
     folder.path.mkdir(parents=True, exist_ok=True)
     base = folder.path / "base"
     base.mkdir(exist_ok=True)
-    learner, said = NumericLearner(salt), Notes()
+    learner, said = learner or NumericLearner(salt), Notes()
 
     @asynccontextmanager
     async def open_players(weights: WeightsRef) -> AsyncIterator[Stage]:
@@ -296,7 +300,7 @@ def test_ten_deaths_and_another_number_of_players_change_no_bit(tmp_path: Path, 
 def test_asynchronous_runs_lose_nothing_keep_the_bound_and_replay_to_the_same_bits(
     tmp_path: Path, on_stale: str, seed: int
 ) -> None:
-    """R1, R4, RB-089: whatever order rollouts arrive in, through ten deaths, groups included."""
+    """R1, R4, RB-089, RB-091: whatever order rollouts arrive in, in every mode, through ten deaths, groups included."""
     rng = random.Random(seed)
     sizes = {"rollouts_per_step": 4, "group_size": 1 + seed % 2, "max_staleness": 1 + seed // 2, "on_stale": on_stale}
     config = config_for(tmp_path, deterministic=False, players=7, **sizes)
@@ -499,3 +503,45 @@ def test_a_task_that_always_fails_is_quarantined_and_replaced(tmp_path: Path) ->
     assert [(row.attempt, row.fate) for row in rows] == [(0, "failed"), (1, "failed")]
     assert {row.boundary for row in rows} == {"environment"}
     assert read_counts(RunFolder(config_for(tmp_path)).ledger)["tasks"]["quarantined"] == 1
+
+
+def test_the_error_of_a_player_ends_the_run_as_it_is(tmp_path: Path) -> None:
+    """RB-120: a producer that fails is not the end of the data; the original error says why, and the run can go on."""
+
+    async def die(rollout: Rollout) -> bool:
+        await calm(rollout)
+        if rollout.place == 5:
+            raise RunError("no engine is left")
+        return False
+
+    config = config_for(tmp_path)
+    with pytest.raises(BaseExceptionGroup) as ended:
+        trained(config, die)
+    assert ended.group_contains(RunError, match="no engine is left")
+    assert len(read_steps(RunFolder(config).ledger)) >= 1
+    trained(config)
+    check_history(config)
+
+
+@pytest.mark.parametrize("on_stale", ["wait", "drop", "train"])
+def test_a_producer_that_is_faster_than_the_learner_is_paused(tmp_path: Path, on_stale: str) -> None:
+    """RB-102, RB-139, R13: however many players there are, started and untrained rollouts have a bound."""
+    ahead: list[int] = []
+    begun: set[int] = set()
+
+    class Slow(NumericLearner):
+        async def update_value(self, rollouts: Sequence[Rollout]) -> dict[str, float | None]:
+            for _ in range(200):
+                await asyncio.sleep(0)
+            ahead.append(len(begun) - SIZE * self.version)
+            return await super().update_value(rollouts)
+
+    async def count(rollout: Rollout) -> bool:
+        begun.add(rollout.place)
+        return await calm(rollout)
+
+    config = config_for(tmp_path, deterministic=False, players=40, max_staleness=1, on_stale=on_stale)
+    trained(config, count, learner=Slow())
+    check_history(config)
+    # Places of the step that is being trained, and of the two that its version may still reach.
+    assert max(ahead) <= 3 * SIZE
