@@ -2,11 +2,13 @@
 # test        install what the tests need and run them
 # check       all that must be clean before a commit: format, lint, types, tests (warnings are errors)
 # lint        the static part of check
+# bench       engine, learner and parity against their references (about ten minutes; leave the machine alone)
+# bench-rl    the RL stage to 95 %, another commit and TRL's trainer beside it; needs a finished run: make bench-rl RUN=runs/calculator BEFORE=COMMIT
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test check lint clean
+.PHONY: quickstart test check lint bench bench-rl clean
 
 quickstart: .venv/.run-ready
 	$(BIN)/soloist run calculator
@@ -22,8 +24,23 @@ lint: .venv/.dev-ready
 	$(BIN)/mypy
 	$(BIN)/python benchmarks/readme.py --check
 
+bench: .venv/.dev-ready
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/engine.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/learner.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parity.py --write
+
+bench-rl: .venv/.dev-ready .venv-trl/.ready
+	$(BIN)/python benchmarks/end_to_end.py $(RUN) --before $(BEFORE) --trl $(CURDIR)/.venv-trl/bin/python
+
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-trl
+
+# TRL lives in an environment of its own; it is no dependency.
+.venv-trl/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-trl
+	.venv-trl/bin/python -m pip install --quiet torch==2.13.0
+	.venv-trl/bin/python -m pip install --quiet -c constraints.txt trl==1.16.0 -e .
+	touch $@
 
 # Stamps: set-up is done again only when the dependencies change.
 .venv/.run-ready: pyproject.toml constraints.txt | .venv/bin/python

@@ -82,6 +82,12 @@ class EngineConfig(Section):
     """New weights in the middle of a rollout: keep its cache, or compute the cache anew."""
     threads: Positive = 1
     """CPU threads of each engine process."""
+    cores: tuple[NotNegative, ...] = ()
+    """CPU cores that engine processes may use, by number; empty leaves the choice to the system."""
+    prefill_chunk: Positive = 256
+    """Prompt tokens computed in one step beside running requests; more delay their tokens longer."""
+    cuda_graphs: bool = False
+    """Launch decode steps as recorded CUDA graphs: less waiting for the host, some memory for each width."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the engine's weights."""
     device: str = "cpu"

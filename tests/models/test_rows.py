@@ -100,6 +100,7 @@ def test_a_common_beginning_leaves_one_token_of_each_and_must_be_long_enough() -
     assert common_prefix([longer, longer]) == 19
     assert common_prefix([np.array([7, *range(1, 20)]), longer]) == 0
     assert common_prefix([longer]) == 0
+    assert common_prefix([np.arange(5000), np.arange(5000)]) == 0, "its mask would be large"
     assert common_prefix([np.array([*range(7), 99, 99, 99]), longer]) == 0
 
 

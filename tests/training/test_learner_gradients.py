@@ -13,6 +13,7 @@ import statistics
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -315,3 +316,52 @@ def test_the_comparison_notices_each_breakage(base: Any, monkeypatch: pytest.Mon
     breakage(monkeypatch)
     moves, _ = one_step(learner, rollouts)
     assert difference(moves, expected) > 1e-3
+
+
+def test_rollouts_prepared_ahead_give_the_same_bits_and_are_used_for_themselves_only(
+    base: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, _, rollouts = build(base, config_for())
+    expected, _ = one_step(plain, rollouts)
+    ahead, _, _ = build(base, config_for())
+    changed = msgspec.structs.replace(rollouts[1], score=7.0, segments=rollouts[0].segments, turns=rollouts[0].turns)
+    for rollout in [*rollouts[:1], changed, *rollouts[2:]]:
+        ahead.prepare(rollout)
+    ahead.prepare(msgspec.structs.replace(rollouts[0], rollout_id="failed", score=None))
+    made: list[str] = []
+    real = learner_module.rollout_arrays
+    monkeypatch.setattr(learner_module, "rollout_arrays", lambda r: made.append(r.rollout_id) or real(r))
+    moves, _ = one_step(ahead, rollouts)
+    assert made == ["r1"], "only the one that was replaced is made anew, and once for all updates"
+    assert all(torch.equal(moves[name], expected[name]) for name in expected)
+
+
+def test_prepared_rollouts_that_are_never_trained_do_not_pile_up(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learner_module, "READY_LIMIT", 8)
+    learner, _, rollouts = build(base, config_for())
+    for number in range(100):
+        learner.prepare(msgspec.structs.replace(rollouts[0], rollout_id=f"x{number}"))
+    assert len(learner._ready) <= 8
+    assert "x99" in learner._ready
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_packed_and_padded_steps_are_the_same_update(base: Any, packed: bool) -> None:
+    learner, reference, rollouts = build(base, config_for(token_budget=200))
+    assert learner._packed
+    learner._packed = packed
+    moves, _ = one_step(learner, rollouts)
+    expected, _ = reference_step(reference, rollouts)
+    assert difference(moves, expected) < 2e-5
+
+
+def test_frozen_first_layers_are_shared_between_updates_without_changing_them(base: Any) -> None:
+    settings = {"lr": VALUE_LR, "warmup_steps": 0, "max_grad_norm": 1e9, "freeze": [r"embed_tokens", r"layers\.0\."]}
+    learner, reference, rollouts = build(base, config_for(value=settings))
+    runs: list[int] = []
+    learner.value.backbone.layers[0].mlp.register_forward_hook(lambda *_: runs.append(0))
+    learner.value.backbone.layers[1].mlp.register_forward_hook(lambda *_: runs.append(1))
+    moves, _ = one_step(learner, rollouts)
+    expected, _ = reference_step(reference, rollouts)
+    assert runs.count(1) == 3 * runs.count(0), "two updates and the values for advantages"
+    assert difference(moves, expected) < 2e-5

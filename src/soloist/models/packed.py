@@ -136,7 +136,7 @@ def _causal(
     return attended.transpose(1, 2)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def _mask(length: int, keys: int, window: int | None, device: torch.device) -> Tensor:
     distance = torch.arange(keys - length, keys, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
     return (distance >= 0) & (distance < (keys if window is None else window))

@@ -26,6 +26,7 @@ Integers = NDArray[np.int64]
 # Buckets of a packed row may hold this share of padding. Fewer buckets mean fewer kernels, less padding less work.
 PADDING = 0.1
 SHORTEST_PREFIX = 8  # a shorter common beginning saves less than its masks cost
+LONGEST_SHARING = 4096  # tokens of the longest sequence: its mask, [rest × sequence], must stay small
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,8 +209,8 @@ def _targets(sequences: list[Integers], rows_t: Integers, positions_t: Integers)
 
 def common_prefix(sequences: Sequence[Integers]) -> int:
     """How many tokens all sequences begin with, at least one of each being left over; 0 where sharing does not pay."""
-    shortest = min(len(sequence) for sequence in sequences)
-    if len(sequences) < 2 or shortest <= SHORTEST_PREFIX:
+    shortest, longest = (extreme(map(len, sequences)) for extreme in (min, max))
+    if len(sequences) < 2 or shortest <= SHORTEST_PREFIX or longest > LONGEST_SHARING:
         return 0
     beginnings = np.stack([sequence[: shortest - 1] for sequence in sequences])
     differs = (beginnings != beginnings[0]).any(axis=0)

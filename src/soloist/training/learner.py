@@ -221,9 +221,10 @@ class Learner:
             arrays = rollout_arrays(rollout)
         except ValueError:
             return
-        while len(self._ready) >= READY_LIMIT:  # rollouts that were dropped for their age are never asked for
-            self._ready.pop(next(iter(self._ready)))
         self._ready[rollout.rollout_id] = rollout, arrays
+        if len(self._ready) > READY_LIMIT:  # rollouts that were dropped for their age are never asked for
+            for rollout_id in list(self._ready)[: READY_LIMIT // 2]:
+                self._ready.pop(rollout_id, None)
 
     def _pack(self, rollouts: Sequence[Rollout]) -> StepBatch:
         arrays = []

@@ -50,10 +50,10 @@ def run_sft(
     first = _resume(checkpoints, model, optimizer, observer)
     observer.stage_started("sft", config.sft.steps)
     loss = float("nan")
-    batches = _Batches(config, environment, rendering, packs(model))
+    batches = Batches(config, environment, rendering, packs(model))
     for step, micros in enumerate(batches.of_steps(first), first):
         lr = schedule.apply(optimizer, step)
-        nll = _loss(model, micros)
+        nll = loss_of(model, micros)
         norm = float(clip_by_global_norm_(model.parameters(), config.sft.max_grad_norm))
         loss = nll.item()
         if not norm < float("inf"):
@@ -87,7 +87,7 @@ def _resume(
     return step
 
 
-class _Batches:
+class Batches:
     """Micro-batches of each step, made on a thread of its own while the step before computes."""
 
     def __init__(self, config: RunConfig, environment: Environment, rendering: Rendering, packed: bool) -> None:
@@ -127,7 +127,7 @@ class _Batches:
         )
 
 
-def _loss(model: PreTrainedModel, micros: Sequence[MicroBatch]) -> torch.Tensor:
+def loss_of(model: PreTrainedModel, micros: Sequence[MicroBatch]) -> torch.Tensor:
     """Mean −log π of the trained tokens of a step; gradients are left in the parameters."""
     tokens = sum(len(micro.tokens_t) for micro in micros)
     total = torch.zeros((), device=micros[0].tokens_t.device)

@@ -11,16 +11,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 
 from torch import Tensor
 
+from soloist.engines.local.loads import verify
 from soloist.engines.local.messages import Counters
 from soloist.engines.local.model_runner import PASS_TOKENS, ModelRunner, first_tokens
 from soloist.engines.local.own_forward import Stretch
 from soloist.engines.local.scheduler import SlotTable
 from soloist.engines.local.state import Ended
-from soloist.models.loading import parameter_table, read_weights
+from soloist.models.loading import parameter_table
 from soloist.seams import Clock, SystemClock
 from soloist.types import Completion, FinishReason, GenerateRequest, VersionSpan, WeightsRef
 
@@ -177,12 +177,12 @@ class ContinuousBatch:
         self.table.release(rollout_id)
 
     def load(self, weights: WeightsRef) -> None:
-        """Verify and swap the weights. Raises ValueError or OSError, with nothing changed, when they don't fit."""
-        if weights.version < 0:
-            raise ValueError(f"version is {weights.version}; versions count policy updates from 0")
+        """Verify and swap the weights. Raises ValueError, with nothing changed, when they don't fit."""
         # Everything that can fail comes before the first tensor changes.
-        tensors = read_weights(Path(weights.path), parameter_table(self.runner.model), weights.sha256)
-        self.swap(tensors, weights.version)
+        verified = verify(weights, parameter_table(self.runner.model))
+        if verified.tensors is None:
+            raise ValueError(verified.reason)
+        self.swap(verified.tensors, weights.version)
 
     def swap(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Put verified weights in place, and compute the caches anew if that is wanted."""

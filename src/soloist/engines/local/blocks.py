@@ -27,6 +27,11 @@ class BlockCache:
         self.count = -(-columns // self.size)
         # Zeros rather than uninitialised memory: a masked key has weight 0, and 0 · NaN would still be NaN.
         self.data = like.new_zeros((layers, self.count, 2, rows, heads, self.size, dim))
+        # Views made once: keys [rows · heads, dim, columns] and values [rows · heads, columns, dim] of each block.
+        self.products = [
+            [(keys.flatten(0, 1).transpose(1, 2), values.flatten(0, 1)) for keys, values in layer]
+            for layer in self.data
+        ]
         # [layers, blocks, columns, rows, 2, heads, dim]: where a token goes is three indices side by side.
         self._writable = self.data.permute(0, 1, 5, 3, 2, 4, 6)
 

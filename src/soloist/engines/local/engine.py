@@ -91,6 +91,9 @@ class LocalEngine:
             recompute=config.on_load == "recompute",
             fixed_shapes=fixed_shapes,
             vocab_size=vocab_size,
+            prefill_chunk=config.prefill_chunk,
+            cores=config.cores,
+            cuda_graphs=config.cuda_graphs,
         )
         self._clock = clock or SystemClock()
         self._child: Child | None = None

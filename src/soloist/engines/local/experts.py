@@ -45,14 +45,14 @@ class DenseMlp:
 
     def __init__(self, mlp: Any) -> None:
         self._gate_up, self._bias = joined([mlp.gate_proj, mlp.up_proj])
-        self._down = mlp.down_proj
+        self._down, self._down_bias = mlp.down_proj.weight.detach().t(), mlp.down_proj.bias
 
     def __call__(self, residual_TC: Tensor, x_TC: Tensor) -> Tensor:
         """See `Mlp`."""
         hidden_TI = gated(functional.linear(x_TC, self._gate_up, self._bias))
-        if self._down.bias is not None:
-            residual_TC = residual_TC + self._down.bias
-        return torch.addmm(residual_TC, hidden_TI, self._down.weight.t())
+        if self._down_bias is not None:
+            residual_TC = residual_TC + self._down_bias
+        return torch.addmm(residual_TC, hidden_TI, self._down)
 
 
 class MoeMlp:
@@ -74,7 +74,8 @@ class MoeMlp:
         _, weights_TK, experts_TK = self._router(x_TC)
         if not self._on_cpu:
             # There the model's own grouped kernels need no host synchronisation.
-            return residual_TC + self._experts(x_TC, experts_TK, weights_TK)
+            outputs_TC: Tensor = self._experts(x_TC, experts_TK, weights_TK)
+            return residual_TC + outputs_TC
         if len(x_TC) * self._count * self._inner <= ALL_EXPERTS_WORK:
             return self._all(residual_TC, x_TC, weights_TK, experts_TK)
         return self._grouped(residual_TC, x_TC, weights_TK, experts_TK)

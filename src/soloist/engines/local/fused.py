@@ -14,6 +14,7 @@ key/value heads, D head size, K columns seen, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from soloist.engines.local.own_forward import Stretch
 from soloist.engines.local.rows import Reach
 from soloist.engines.local.state import SlotState
 
+LOG2_E = math.log2(math.e)
 FAMILIES = ("qwen3", "qwen3_moe", "llama", "qwen2", "mistral")
 ROTARY = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose angles depend on the position alone."""
@@ -47,15 +49,30 @@ def known(model: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class _Decoded:
-    """The decoded rows of one pass: what all layers share."""
+class _Room:
+    """Memory for decoding rows by matrix products, and views of it and of the cache: made once for many steps."""
 
-    rows_in: list[int]
-    """Rows that have reached each block."""
+    counts: list[int]
+    """Rows · G that have reached each block."""
     mask: Tensor
-    """Additive, 0 for columns that a row sees: [blocks, B · G, 1, columns] for products, [B, 1, 1, K] for sdpa."""
-    scores: Tensor | None
-    """Room for scores [blocks, B · G, H ÷ G, columns]; where no product writes, it stays masked."""
+    """Additive, 0 for columns that a row sees: [blocks, B · G, 1, columns]."""
+    scores: Tensor
+    """[blocks, B · G, H ÷ G, columns]; where no product writes, it stays masked."""
+    weights: Tensor
+    """Exponentials of the scores."""
+    parts: list[tuple[int, Tensor, Tensor, Tensor]]
+    """Of each block: its count, and so many of mask, scores and weights."""
+    cached: list[list[tuple[Tensor, Tensor]]]
+    """Of each layer and block: so many keys, transposed, and values."""
+
+
+@dataclass(frozen=True)
+class _Decoded:
+    """The decoded rows of one pass: what all layers share. Either a room, or a mask [B, 1, 1, K] for sdpa."""
+
+    count: int
+    room: _Room | None
+    mask: Tensor
 
 
 @dataclass(frozen=True)
@@ -91,10 +108,14 @@ class _Layer:
     def __init__(self, layer: Any) -> None:
         attention = layer.self_attn
         self.qkv, self.qkv_bias = joined([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.output = attention.o_proj
-        self.norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
+        self.output = attention.o_proj.weight.detach().t()
+        self.output_bias = attention.o_proj.bias
+        self.norm, self.mlp_norm = (
+            Norm(norm.weight.detach(), norm.variance_epsilon)
+            for norm in (layer.input_layernorm, layer.post_attention_layernorm)
+        )
         self.head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
-        self.head_scales: Tensor | None = None
+        self.head_norm: Norm | None = None
         self.scaling: float = attention.scaling
         self.mlp: Mlp = MoeMlp(layer.mlp) if hasattr(layer.mlp, "experts") else DenseMlp(layer.mlp)
 
@@ -104,8 +125,11 @@ class _Layer:
             return
         query, key = (norm.weight.detach() for norm in self.head_norms)
         table = torch.cat([query.expand(query_heads, -1), key.expand(key_heads, -1)])
-        # In place where there is one: a recorded CUDA graph reads this very tensor.
-        self.head_scales = table if self.head_scales is None else self.head_scales.copy_(table)
+        if self.head_norm is None:
+            self.head_norm = Norm(table, self.head_norms[0].variance_epsilon)
+        else:
+            # In place: a recorded CUDA graph reads this very tensor.
+            self.head_norm.weight.copy_(table)
 
 
 class FusedForward:
@@ -115,7 +139,8 @@ class FusedForward:
         config = model.config
         self._state = state
         self._vocab_size = vocab_size
-        self._embedding, self._head, self._norm = model.model.embed_tokens, model.lm_head, model.model.norm
+        self._embedding, self._head = model.model.embed_tokens, model.lm_head
+        self._norm = Norm(model.model.norm.weight.detach(), model.model.norm.variance_epsilon)
         self._layers = [_Layer(layer) for layer in model.model.layers]
         self._heads: int = config.num_attention_heads
         self._key_heads: int = config.num_key_value_heads
@@ -126,6 +151,7 @@ class FusedForward:
         )
         self.swap, self.clear = self._cache.swap, self._cache.clear
         self._positions_P = torch.arange(state.max_length + 1, device=state.device)
+        self._room: _Room | None = None
         self._columns_P = torch.arange(self._cache.count * self._cache.size, device=state.device)
         self._rows_S = torch.arange(state.slots, device=state.device)
         self._cos_PD, self._sin_PD = rotary_tables(model, self._positions_P)
@@ -188,16 +214,27 @@ class FusedForward:
             return None
         size = self._cache.size
         blocks = -(-reach.width // size)
-        by_kernel = self._cache.count == 1
-        columns = reach.width if by_kernel else blocks * size
-        mask_BK = self._mask(positions_B, columns)
-        if by_kernel:
-            return _Decoded([len(positions_B)], mask_BK[:, None, None], None)
+        if self._cache.count == 1:
+            return _Decoded(len(positions_B), None, self._mask(positions_B, reach.width)[:, None, None])
+        mask_BK = self._mask(positions_B, blocks * size)
+        counts = [reach.rows(block * size) * self._key_heads for block in range(blocks)]
+        if self._room is None or self._room.counts != counts:
+            self._room = self._make_room(counts)
         # Block by block, as products into a part of each line would take a path ten times slower.
         mask = mask_BK.unflatten(1, (blocks, size)).transpose(0, 1)[:, :, None]
-        mask = mask.expand(-1, -1, self._key_heads, -1).reshape(blocks, -1, 1, size)
-        scores = mask.expand(-1, -1, self._heads // self._key_heads, -1).clone(memory_format=torch.contiguous_format)
-        return _Decoded([reach.rows(block * size) for block in range(blocks)], mask, scores)
+        self._room.mask.unflatten(1, (-1, self._key_heads)).copy_(mask[:, :, None])
+        return _Decoded(len(positions_B), self._room, mask_BK)
+
+    def _make_room(self, counts: list[int]) -> _Room:
+        size = (len(counts), counts[0], self._heads // self._key_heads, self._cache.size)
+        scores = self._cache.data.new_full(size, self._lowest)
+        mask, weights = scores[:, :, :1].clone(), torch.empty_like(scores)
+        parts = [(n, mask[block, :n], scores[block, :n], weights[block, :n]) for block, n in enumerate(counts)]
+        cached = [
+            [(keys[:n], values[:n]) for n, (keys, values) in zip(counts, layer, strict=False)]
+            for layer in self._cache.products
+        ]
+        return _Room(counts, mask, scores, weights, parts, cached)
 
     def _mask(self, positions_Q: Tensor, columns: int) -> Tensor:
         """0 where a token at this position sees the column, the lowest number elsewhere: [Q, K]."""
@@ -230,24 +267,23 @@ class FusedForward:
             stored = heads_THD[:, self._heads :].unflatten(1, (2, self._key_heads))
             self._cache.write(index, packed.places, stored)
             seen_TC = self._attend(layer, index, heads_THD, packed)
-            if layer.output.bias is not None:
-                x_TC = x_TC + layer.output.bias
-            x_TC = torch.addmm(x_TC, seen_TC, layer.output.weight.t())
-            x_TC = layer.mlp(x_TC, _normed(x_TC, layer.mlp_norm))
+            if layer.output_bias is not None:
+                x_TC = x_TC + layer.output_bias
+            x_TC = torch.addmm(x_TC, seen_TC, layer.output)
+            x_TC = layer.mlp(x_TC, layer.mlp_norm(x_TC))
         if packed.last_R is not None:
             x_TC = x_TC[packed.last_R]
         # Rows beyond the vocabulary are cut before they are computed.
-        return functional.linear(_normed(x_TC, self._norm), self._head.weight[: self._vocab_size])
+        return functional.linear(self._norm(x_TC), self._head.weight[: self._vocab_size])
 
     def _project(self, layer: _Layer, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
         """Queries, keys and values [T, H + 2G, D] of a layer, the first two normed and rotated."""
-        joined_TX = functional.linear(_normed(x_TC, layer.norm), layer.qkv, layer.qkv_bias)
+        joined_TX = functional.linear(layer.norm(x_TC), layer.qkv, layer.qkv_bias)
         heads_THD = joined_TX.view(len(x_TC), -1, self._dim)
         rotated_THD = heads_THD[:, : self._heads + self._key_heads]
         turned_THD = rotated_THD
-        if layer.head_norms is not None:
-            turned_THD = functional.rms_norm(rotated_THD, (self._dim,), None, layer.head_norms[0].variance_epsilon)
-            turned_THD = turned_THD.mul_(layer.head_scales)
+        if layer.head_norm is not None:
+            turned_THD = layer.head_norm(rotated_THD)
         # x · cos + half-turned x · sin, the sign of the half turn being in the table.
         other_THD = turned_THD.roll(self._dim // 2, -1)
         torch.addcmul(turned_THD * cos_T1D, other_THD, sin_T1D, out=rotated_THD)
@@ -258,9 +294,11 @@ class FusedForward:
         queries_THD = heads_THD[:, : self._heads]
         seen_THD = torch.empty(queries_THD.shape, dtype=queries_THD.dtype, device=queries_THD.device)
         if packed.decoded is not None:
-            count = packed.decoded.rows_in[0]
-            decode = self._decode_by_kernel if packed.decoded.scores is None else self._decode_by_products
-            decode(layer, index, queries_THD[:count], packed.decoded, seen_THD[:count])
+            count = packed.decoded.count
+            if packed.decoded.room is not None:
+                self._decode_by_products(layer, index, queries_THD[:count], packed.decoded.room, seen_THD[:count])
+            else:
+                self._decode_by_kernel(layer, index, queries_THD[:count], packed.decoded.mask, seen_THD[:count])
         for prompt in packed.prompts:
             length = prompt.end - prompt.start
             part = slice(prompt.token, prompt.token + prompt.rows * length)
@@ -280,42 +318,53 @@ class FusedForward:
             seen_THD[part] = result.transpose(1, 2).flatten(0, 1)
         return seen_THD.flatten(1)
 
-    def _decode_by_products(
-        self, layer: _Layer, index: int, queries_BHD: Tensor, decoded: _Decoded, out_BHD: Tensor
-    ) -> None:
+    def _decode_by_products(self, layer: _Layer, index: int, queries_BHD: Tensor, room: _Room, out_BHD: Tensor) -> None:
         """softmax(q·k·scale + mask)·v, one query a row: each block is read once, by the rows that have reached it."""
-        assert decoded.scores is not None
         queries = queries_BHD.unflatten(1, (self._key_heads, -1)).flatten(0, 1)
         out = out_BHD.unflatten(1, (self._key_heads, -1)).flatten(0, 1)
-        counts = [rows * self._key_heads for rows in decoded.rows_in]
-        blocks = [(count, *block.flatten(1, 2)) for count, block in zip(counts, self._cache.data[index], strict=False)]
-        for (count, keys, _), mask, scores in zip(blocks, decoded.mask, decoded.scores, strict=True):
-            keys_t = keys[:count].transpose(1, 2)
-            torch.baddbmm(mask[:count], queries[:count], keys_t, alpha=layer.scaling, out=scores[:count])
+        cached = room.cached[index]
+        # In base 2, as the usual exponential of masked scores takes a path seven times slower.
+        scale = layer.scaling * LOG2_E
+        for (count, mask, scores, _), (keys, _) in zip(room.parts, cached, strict=True):
+            torch.baddbmm(mask, queries[:count], keys, alpha=scale, out=scores)
         # The softmax goes over blocks and columns; its denominator is cheaper on the outputs.
-        weights = (decoded.scores - decoded.scores.amax((0, 3), keepdim=True)).exp_()
-        torch.bmm(weights[0], blocks[0][2][: counts[0]], out=out)
-        for (count, _, values), part in zip(blocks[1:], weights[1:], strict=True):
-            out[:count].baddbmm_(part[:count], values[:count])
+        weights = torch.sub(room.scores, room.scores.amax((0, 3), keepdim=True), out=room.weights).exp2_()
+        torch.bmm(weights[0], cached[0][1], out=out)
+        for (count, _, _, part), (_, values) in zip(room.parts[1:], cached[1:], strict=True):
+            out[:count].baddbmm_(part, values)
         out.div_(weights.sum((0, 3))[..., None])
 
-    def _decode_by_kernel(
-        self, layer: _Layer, index: int, queries_BHD: Tensor, decoded: _Decoded, out_BHD: Tensor
-    ) -> None:
-        keys, values = self._cache.rows(index, 0, len(queries_BHD), decoded.mask.shape[-1])
+    def _decode_by_kernel(self, layer: _Layer, index: int, queries_BHD: Tensor, mask: Tensor, out_BHD: Tensor) -> None:
+        keys, values = self._cache.rows(index, 0, len(queries_BHD), mask.shape[-1])
         result = functional.scaled_dot_product_attention(
             queries_BHD[:, :, None],
             keys,
             values,
-            attn_mask=decoded.mask,
+            attn_mask=mask,
             scale=layer.scaling,
             enable_gqa=self._heads != self._key_heads,
         )
         out_BHD.copy_(result[:, :, 0])
 
 
-def _normed(x: Tensor, norm: Any) -> Tensor:
-    return functional.rms_norm(x, (x.shape[-1],), norm.weight, norm.variance_epsilon)
+class Norm:
+    """x ÷ √(mean x² + ε) · weight over the last dimension."""
+
+    def __init__(self, weight: Tensor, epsilon: float) -> None:
+        self.weight = weight
+        self._epsilon = epsilon
+        self._epsilon_1 = weight.new_tensor([epsilon])
+        self._plain = weight.dtype in (torch.float32, torch.float64)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The normed tensor, a new one."""
+        if not self._plain:
+            # Squares need fp32, which torch's own takes care of.
+            return functional.rms_norm(x, (x.shape[-1],), None, self._epsilon).mul_(self.weight)
+        # A third faster on a few rows than torch's own, which is a chain of nine calls on CPUs.
+        norms: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scales = torch.addcmul(self._epsilon_1, norms, norms, value=1 / x.shape[-1]).rsqrt_()
+        return (x * scales).mul_(self.weight)
 
 
 def rotary_tables(model: Any, positions_P: Tensor) -> tuple[Tensor, Tensor]:

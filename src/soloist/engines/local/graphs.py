@@ -10,6 +10,7 @@ Legend: S slots, which is also the number of rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ class DecodeGraphs:
         self._state = state
         self._slots_S = torch.zeros(state.slots, dtype=torch.int64, device=state.device)
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
 
     @classmethod
     def build(cls, forward: Forward | None, state: SlotState, device: torch.device) -> DecodeGraphs:

@@ -49,6 +49,12 @@ class Start(Record, frozen=True, kw_only=True, tag="start"):
     fixed_shapes: bool
     vocab_size: int | None = None
     """Ids from here on can't be sampled; None takes the vocabulary of the model's config."""
+    prefill_chunk: int = 256
+    """Prompt tokens computed in one step beside running requests."""
+    cores: tuple[int, ...] = ()
+    """Cores that the process may use; empty leaves the choice to the system."""
+    cuda_graphs: bool = False
+    """Record decode steps as CUDA graphs."""
 
 
 class Generate(Record, frozen=True, kw_only=True, tag="generate"):

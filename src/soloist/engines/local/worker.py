@@ -7,16 +7,18 @@ Not covered: starting it (`child`), deciding what a crash means (`engine`).
 
 from __future__ import annotations
 
+import os
 import select
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 
 from soloist.engines.local.batch import Answer, ContinuousBatch
+from soloist.engines.local.loads import Loads, Verified, verify
 from soloist.engines.local.messages import (
     Abort,
     AskHealth,
@@ -41,7 +43,7 @@ from soloist.engines.local.messages import (
 )
 from soloist.engines.local.model_runner import ModelRunner
 from soloist.errors import UserError
-from soloist.models.loading import load_policy
+from soloist.models.loading import load_policy, parameter_table
 
 _READ_BYTES = 1 << 20
 
@@ -67,20 +69,30 @@ class Worker:
         if not isinstance(start, Start):
             raise FrameError(f"the first order is {type(start).__name__}, expected Start")
         batch = build_batch(start)
-        self._send(Ready(vocab_size=batch.runner.vocab_size))
+        loads = Loads(parameter_table(batch.runner.model))
+        self._send([Ready(vocab_size=batch.runner.vocab_size)])
+        try:
+            self._serve(batch, loads, orders)
+        finally:
+            loads.close()
+
+    def _serve(self, batch: ContinuousBatch, loads: Loads, orders: list[Order]) -> None:
         while True:
             for order in orders:
                 if isinstance(order, Close):
                     return
-                self._obey(batch, order)
-            # Orders take effect here, between two steps, and nowhere else: no token comes from a mix of weights.
+                self._obey(batch, loads, order)
+            # Orders and loads take effect between two steps and nowhere else: no token comes from a mix of weights.
+            for verified in loads.collect():
+                self._swap(batch, verified)
             self._answer(batch, batch.step() if batch.busy else [])
-            orders = self._receive(wait=not batch.busy)
+            orders = self._receive(wait=not batch.busy, loads=loads)
 
-    def _receive(self, *, wait: bool) -> list[Order]:
-        """Orders that have arrived; waits for bytes only when there is nothing else to do."""
-        readable, _, _ = select.select([self._channel], [], [], None if wait else 0)
-        if not readable:
+    def _receive(self, *, wait: bool, loads: Loads | None = None) -> list[Order]:
+        """Orders that have arrived; waits for them, or for a load, only when there is nothing else to do."""
+        watched: list[socket.socket | Loads] = [self._channel] if loads is None else [self._channel, loads]
+        readable, _, _ = select.select(watched, [], [], None if wait else 0)
+        if self._channel not in readable:
             return []
         data = self._channel.recv(_READ_BYTES)
         if not data:
@@ -88,13 +100,17 @@ class Worker:
         # A broken frame raises from here: the stream has lost its place and can't be followed any further.
         return [unpack_order(payload) for payload in self._frames.feed(data)]
 
-    def _send(self, reply: Reply) -> None:
+    def _send(self, replies: Iterable[Reply]) -> None:
+        """All in one write: requests of equal length end in the same step."""
+        frames = b"".join(pack_frame(reply) for reply in replies)
+        if not frames:
+            return
         try:
-            self._channel.sendall(pack_frame(reply))
+            self._channel.sendall(frames)
         except (BrokenPipeError, ConnectionResetError) as error:
             raise ParentGoneError from error
 
-    def _obey(self, batch: ContinuousBatch, order: Order) -> None:
+    def _obey(self, batch: ContinuousBatch, loads: Loads, order: Order) -> None:
         match order:
             case Generate(request=request):
                 answer = batch.submit(request)
@@ -105,40 +121,57 @@ class Worker:
                 batch.cancel(request_id)
             case Release(rollout_id=rollout_id):
                 batch.release(rollout_id)
-            case Load():
-                self._load(batch, order)
+            case Load(weights=weights) if batch.busy or loads.pending:
+                loads.ask(weights)
+            case Load(weights=weights):
+                # Nobody is kept waiting, so there is nothing to gain from a thread.
+                self._swap(batch, verify(weights, parameter_table(batch.runner.model)))
             case AskHealth():
-                self._send(Health(counters=batch.counters))
+                self._send([Health(counters=batch.counters)])
             case _:
                 raise FrameError(f"{type(order).__name__} is no order for a running worker")
 
-    def _load(self, batch: ContinuousBatch, order: Load) -> None:
-        try:
-            batch.load(order.weights)
-        except (ValueError, OSError) as error:
-            self._send(NotLoaded(version=order.weights.version, reason=str(error)))
+    def _swap(self, batch: ContinuousBatch, verified: Verified) -> None:
+        version = verified.weights.version
+        if verified.tensors is None:
+            self._send([NotLoaded(version=version, reason=verified.reason)])
             return
-        self._send(Loaded(version=order.weights.version))
+        batch.swap(verified.tensors, version)
+        self._send([Loaded(version=version)])
 
     def _answer(self, batch: ContinuousBatch, answers: Sequence[Answer]) -> None:
-        for answer in answers:
-            if answer.completion is None:
-                self._send(Refused(request_id=answer.request_id, reason=answer.reason))
-                continue
-            self._send(Completed(request_id=answer.request_id, completion=answer.completion, counters=batch.counters))
+        counters = batch.counters
+        self._send(
+            Refused(request_id=answer.request_id, reason=answer.reason)
+            if answer.completion is None
+            else Completed(request_id=answer.request_id, completion=answer.completion, counters=counters)
+            for answer in answers
+        )
 
 
 def build_batch(start: Start) -> ContinuousBatch:
     """Model, cache and scheduler as ordered. Raises UserError or ValueError for a model that can't be served."""
     torch.set_num_threads(start.threads)
+    if start.cores:
+        _stay_on(start.cores)
     runner = ModelRunner(
         load_policy(Path(start.model_folder), start.dtype, start.device),
         slots=start.slots,
         max_length=start.max_length,
         vocab_size=start.vocab_size,
         fixed_shapes=start.fixed_shapes,
+        cuda_graphs=start.cuda_graphs,
     )
-    return ContinuousBatch(runner, recompute=start.recompute)
+    return ContinuousBatch(runner, recompute=start.recompute, prefill_chunk=start.prefill_chunk)
+
+
+def _stay_on(cores: Sequence[int]) -> None:
+    try:
+        os.sched_setaffinity(0, cores)
+    except (OSError, AttributeError) as error:
+        raise UserError(
+            f"engine.cores is {list(cores)}, which this machine refuses ({error}); name cores of it, or leave it empty"
+        ) from error
 
 
 def main() -> None:
