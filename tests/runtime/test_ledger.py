@@ -130,10 +130,10 @@ async def test_failures_and_drops_keep_their_reason_and_are_never_trained(tmp_pa
     for rollout in (lost, scored("r1")):
         with pytest.raises(ValueError, match="isn't on record as scored"):
             await ledger.commit(0, [rollout], {})
+    frontier = await ledger.frontier()
     rows = {row.rollout_id: row for row in read_rollouts(path)}
     assert (rows["r0"].fate, rows["r0"].boundary, rows["r0"].reason) == ("failed", "sandbox", "sandbox: no bwrap")
     assert (rows["r1"].fate, rows["r1"].reason, rows["r1"].action_tokens) == ("dropped", "stale", 2)
-    frontier = await ledger.frontier()
     assert (frontier.quarantined, frontier.open_units, frontier.tries) == ({0: "sandbox: no bwrap"}, [1], {1: 1})
     with pytest.raises(ValueError, match="r2 is still running"):
         await ledger.ended(running("r2"))

@@ -227,13 +227,8 @@ class Ledger:
         return write
 
     async def _change(self, name: str, write: Callable[[sqlite3.Connection], None]) -> None:
-        """Write the queue, then one transaction of its own."""
-
-        def work() -> None:
-            self._flush()
-            self._transaction(name, write, lambda _: None)
-
-        await self._thread.call(work)
+        """Write the queue and then `write`, in one transaction: one sync of the disk for both."""
+        await self._thread.call(self._write_queue, name, write)
 
     @property
     def _db(self) -> sqlite3.Connection:
@@ -263,16 +258,19 @@ class Ledger:
                 self._connection = None
 
     def _flush(self) -> None:
-        """Write everything queued in one transaction; on failure it stays queued, so that no later call is fooled."""
+        if self._queue:
+            self._write_queue("rollouts", lambda db: None)
+
+    def _write_queue(self, name: str, more: Callable[[sqlite3.Connection], None]) -> None:
+        """Write everything queued, and `more`; on failure it stays queued, so that no later call is fooled."""
         # Everything that arrived meanwhile goes along; the calls behind this one then find nothing to do.
         writes = [self._queue[index] for index in range(len(self._queue))]
-        if not writes:
-            return
         renewals = dict(self._renewals)
 
         def apply(db: sqlite3.Connection) -> list[bool]:
             accepted = [write.apply(db) for write in writes]
             changes.renew(db, renewals)
+            more(db)
             return accepted
 
         def note(outcomes: list[bool]) -> None:
@@ -282,7 +280,7 @@ class Ledger:
                 if self._renewals.get(key) == expires_at:
                     del self._renewals[key]
 
-        self._transaction("rollouts", apply, note)
+        self._transaction(name, apply, note)
 
     def _transaction(self, name: str, write: Callable[[sqlite3.Connection], T], committed: Callable[[T], None]) -> None:
         """`committed` gets what `write` returned as soon as it is on disk, and only then."""
