@@ -1,6 +1,6 @@
 """What share of a training step does the ledger cost, at 64 and at 1,024 rollouts a step?
 
-    cost of a step = seconds that the loop waits for `commit` + processor seconds of everything else that the ledger does
+    cost of a step = seconds that the loop waits for `commit` + processor seconds of all else that the ledger does
                      (encoding, compressing, SQLite, thread hops), since it shares the process with the learner
 
 The step time is that of the `calculator` recipe's model on this machine: K = 2 value updates and one policy update on

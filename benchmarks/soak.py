@@ -116,7 +116,9 @@ def plan_of(steps: int, step_seconds: float) -> dict[str, Any]:
 def train(home: Path, steps: int, step_seconds: float, every: int) -> Gauge:
     """One run in `home`; returns what was seen."""
     home.mkdir(parents=True)
-    rows = [f'{{"problem": "{a}+{b}*{c}", "answer": {a + b * c}}}\n' for a, b, c in itertools.product(range(1, 5), repeat=3)]
+    rows = [
+        f'{{"problem": "{a}+{b}*{c}", "answer": {a + b * c}}}\n' for a, b, c in itertools.product(range(1, 5), repeat=3)
+    ]
     (home / "tasks.jsonl").write_text("".join(rows))
     (home / "model").mkdir()
     (home / "model" / "config.json").write_text("{}")

@@ -19,56 +19,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-import sqlite3
-import sys
-import tempfile
 import zlib
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-
-sys.path.insert(0, str(Path(__file__).parent))
+from history import Facts, Row, read_tables
 from recompute import Straight, number_of, wrong_token
 
 Kind = Literal["lost", "duplicated", "unexplained"]
-Row = dict[str, Any]
 LIVE = {"running", "finished", "scored"}
 FILES = {"policy": "policy", "policy_m": "policy_optimizer", "value": "value", "value_m": "value_optimizer"}
 """Vectors of the stand-in, and the parts of a snapshot that hold them."""
-
-
-@dataclass(kw_only=True)
-class Facts:
-    """What the checker knows about a run from outside: its settings and what was done to it.
-
-    Example: `Facts(steps=10, size=4, group=1, epoch=12, max_staleness=1, on_stale="wait", …)`.
-    """
-
-    steps: int
-    size: int
-    """Rollouts of a step."""
-    group: int
-    epoch: int
-    """Rows of the task file; 0 when tasks are drawn without end."""
-    max_staleness: int
-    on_stale: str
-    publish_every: int
-    checkpoint_every: int
-    value_updates: int
-    attempts: int
-    seed: int
-    pruned: bool = False
-    """Whether rollouts are forgotten once no snapshot needs them."""
-    numeric: bool = True
-    """Whether the learner is the stand-in, whose arithmetic can be repeated."""
-    stopped: bool = False
-    """Whether a process stood still for longer than a lease; only then may leases run out."""
-    damaged: list[int] = field(default_factory=list)
-    """Snapshots that the harness damaged itself."""
 
 
 class Checker:
@@ -119,26 +82,9 @@ class Checker:
     # Reading.
 
     def _read(self) -> bool:
-        path = self.folder / "ledger.sqlite"
-        if not path.is_file() or not path.stat().st_size:
-            return False
-        with tempfile.TemporaryDirectory() as copy:
-            # Opening a database replays its log and may write; the run's own files stay as the crash left them.
-            for name in ("ledger.sqlite", "ledger.sqlite-wal"):
-                if (self.folder / name).exists():
-                    shutil.copyfile(self.folder / name, Path(copy) / name)
-            db = sqlite3.connect(Path(copy) / "ledger.sqlite")
-            db.row_factory = sqlite3.Row
-            try:
-                names = [row[0] for row in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-                state = db.execute("PRAGMA integrity_check").fetchone()[0]
-                self.tables = {name: [dict(row) for row in db.execute(f"SELECT * FROM {name}")] for name in names}
-            except sqlite3.DatabaseError as error:
-                self._find("unexplained", f"the ledger can't be read: {error}")
-                return True
-            finally:
-                db.close()
-        self._unless(state == "ok", f"integrity check of the ledger: {state}")
+        """Whether there is a ledger with tables to judge."""
+        self.tables, complaint = read_tables(self.folder / "ledger.sqlite")
+        self._unless(not complaint, complaint)
         self.rows = sorted(self.tables.get("rollouts", []), key=lambda row: row["lease"])
         # A ledger whose tables are not there yet holds nothing; what was acknowledged is looked for all the same.
         return "rollouts" in self.tables

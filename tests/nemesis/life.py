@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import importlib
 import json
 import os
 import random
@@ -19,9 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-
+TINY_IMPORTS = ("soloist.cli", "soloist.report.progress", "soloist.report.summary", "soloist.training.stages")
 TINY = """
 steps = 6
 rollouts_per_step = 4
@@ -266,13 +265,9 @@ def train_stand_in(home: Path, plan: dict[str, Any]) -> int:
 
 def main() -> None:
     """The nursery."""
-    if sys.argv[1] == "tiny":
-        import soloist.cli
-        import soloist.report.progress
-        import soloist.report.summary
-        import soloist.training.stages
-    else:
-        import trial_bench
+    # Done once here, so that a life begins at once.
+    for module in TINY_IMPORTS if sys.argv[1] == "tiny" else ("trial_bench",):
+        importlib.import_module(module)
     for line in sys.stdin:
         spec = json.loads(line)
         pid = os.fork()

@@ -1,4 +1,4 @@
-"""Does the nemesis find what it is there for? Breaks the product on purpose, one line at a time, and plays until it shows.
+"""Does the nemesis find what it is there for? Breaks the product, one line at a time, and plays until it shows.
 
     python tests/nemesis/mutations.py [--runs 60] [--only NAME] [--out benchmarks/results/mutations.json]
 
@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
 from plans import SLOW_SHARE, plan_of
 from run import run_all
+
+HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True, kw_only=True)

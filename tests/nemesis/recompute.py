@@ -3,8 +3,9 @@
 Written from the formulas below and not from `standin.py` or `stub_worker.py`, so that neither can be wrong unseen.
 
     number(rollout)  first 8 bytes of SHA-256 of "id|tokens|mask|log-probs|reward"
-    value update     m_i ← 3 m_i + n + k + i         v_i ← v_i + (i + 1) m_i + v_{i+1 mod 4}      for rollout k, all mod P
-    policy update    m_i ← 5 m_i + (n ⊕ v_{i mod 4}) + 7 k     p_i ← 31 p_i + m_i + version       P = 2⁶¹ − 1
+    value update     m_i ← 3 m_i + n + k + i                   v_i ← v_i + (i + 1) m_i + v_{i+1 mod 4}
+    policy update    m_i ← 5 m_i + (n ⊕ v_{i mod 4}) + 7 k     p_i ← 31 p_i + m_i + version
+                     for rollout k of the step with number n, all mod P = 2⁶¹ − 1
     token            SHA-256 of "weights/seed/place/position": stop (0) below 40, else 1 + second byte mod 127
 """
 
