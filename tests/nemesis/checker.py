@@ -281,12 +281,12 @@ class Checker:
 
     def _retrain(self, payloads: dict[tuple[str, int], dict[str, Any]]) -> None:
         """The stand-in's arithmetic over the recorded rollouts gives the recorded hashes."""
-        first = self._oldest_snapshot() if self.facts.pruned else 0
+        first = self._first_needed() if self.facts.pruned else 0
         for step, record in enumerate(self.chain):
             body = json.loads(record["record"])
             keys = list(zip(body["rollout_ids"], body["attempts"], strict=True))
             missing = [key for key in keys if key not in payloads]
-            # Recovery never goes back behind the oldest snapshot, so rollouts before it may be forgotten.
+            # Recovery never goes back behind the snapshot before the newest, so rollouts before it may be forgotten.
             if step < first:
                 continue
             if missing:
@@ -300,9 +300,14 @@ class Checker:
             expected = self.straight.fingerprints[-1]
             self._unless(record["state_hash"] == expected, f"step {step} has another hash than its rollouts give")
 
-    def _oldest_snapshot(self) -> int:
-        """Step of the oldest snapshot that recovery may have to start from."""
-        return min((step for step, whole in self.snapshots.items() if whole), default=0)
+    def _first_needed(self) -> int:
+        """Step of the snapshot that recovery may have to start from: the one before the newest.
+
+        Older ones may be there, too, when a power cut forgot that they were removed.
+        """
+        whole = sorted(step for step, is_whole in self.snapshots.items() if is_whole)
+        spare = len(whole) > 1 and not self.facts.damaged
+        return whole[-2] if spare else whole[-1] if whole else 0
 
     def _skip_to(self, step: int) -> None:
         """Begin the recomputation at a snapshot whose hash is on record."""

@@ -254,7 +254,7 @@ class Places:
     def _restore_unit(self, index: int, rollouts: list[Rollout]) -> None:
         whole, oldest = len(rollouts) == self._size, _oldest(rollouts)
         # A group with members missing reserves a place as if it were leased now; a whole one needs no lease.
-        step = self.admission.restore(index, oldest) if whole else self.admission.reserve(index, oldest)
+        step = self.admission.restore(index, oldest) if whole else self.admission.reserve(index, oldest, restored=True)
         if step is None:
             for rollout in rollouts:
                 self._journal.dropped(rollout, "dropped", "stale")

@@ -63,9 +63,12 @@ class SnapshotFolder:
 
         Raises OSError; then nothing new is visible, or, when only the last fsync failed, all of it.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
+        if not self._folder.is_dir():
+            self._folder.mkdir(parents=True)
+            # A name lasts only when the folder above is synced; without it a power cut would take all snapshots.
+            self._storage.sync(self._folder.parent)
         self._undo_half_replacements()
-        for leftover in self._folder.glob(".staged_*"):
+        for leftover in (*self._folder.glob(".staged_*"), *self._folder.glob(".removed_*")):
             shutil.rmtree(leftover, ignore_errors=True)
         target = self._folder / f"step_{step}"
         staged = self._folder / f".staged_{step}"
@@ -85,8 +88,14 @@ class SnapshotFolder:
         shutil.rmtree(replaced, ignore_errors=True)
         fault_point("checkpoint:rename:after")
         for old in self.steps()[: -self._keep]:
-            shutil.rmtree(self._folder / f"step_{old}", ignore_errors=True)
+            self._remove(old)
         return target
+
+    def _remove(self, step: int) -> None:
+        hidden = self._folder / f".removed_{step}"
+        # Hidden first, since a crash in the middle would leave a visible snapshot that isn't whole.
+        self._storage.replace(self._folder / f"step_{step}", hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
 
     def _undo_half_replacements(self) -> None:
         """Bring back a checkpoint that a crash caught between the two renames of its replacement."""
