@@ -134,13 +134,17 @@ def test_memory_open_files_and_threads_are_metrics_that_see_a_leak(tmp_path: Pat
     """R13: what grows with the steps shows up in the metrics of every step."""
     before = resources()
     files = [(tmp_path / f"{number}").open("w") for number in range(20)]
-    held = bytearray(64 * 2**20)
-    for page in range(0, len(held), 4096):
-        held[page] = 1
+    stop = threading.Event()
+    threads = [threading.Thread(target=stop.wait) for _ in range(5)]
+    for thread in threads:
+        thread.start()
     after = resources()
+    stop.set()
+    for thread in threads:
+        thread.join()
     for file in files:
         file.close()
     assert all(is_registered(name) and (value or 0) > 0 for name, value in before.items())
-    assert (after["process/open_files"] or 0) - (before["process/open_files"] or 0) == 20
-    assert (after["process/rss_mb"] or 0) - (before["process/rss_mb"] or 0) > 32
-    assert (resources()["process/open_files"] or 0) == before["process/open_files"]
+    grown = {name: (after[name] or 0) - (value or 0) for name, value in before.items()}
+    assert (grown["process/open_files"], grown["process/threads"]) == (20, 5)
+    assert resources()["process/open_files"] == before["process/open_files"]
