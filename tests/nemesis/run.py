@@ -104,7 +104,7 @@ def _tell(outcome: Outcome) -> None:
         print(f"    … and {len(outcome.findings) - 12} more", flush=True)
 
 
-def summary_of(outcomes: list[Outcome], command: str, seconds: float) -> dict[str, Any]:
+def summary_of(outcomes: list[Outcome], command: str, commit: str, seconds: float) -> dict[str, Any]:
     """The figures of `benchmarks/results/nemesis.json`."""
     kinds = Counter(kind for outcome in outcomes for kind, _ in outcome.findings)
     faults: Counter[str] = sum((outcome.faults for outcome in outcomes), Counter())
@@ -126,7 +126,7 @@ def summary_of(outcomes: list[Outcome], command: str, seconds: float) -> dict[st
         "storage_faults": shutil.which("cc") is not None or shutil.which("gcc") is not None,
         "seconds": round(seconds, 1),
         "command": command,
-        "commit": _commit(),
+        "commit": commit,
         "machine": f"{os.cpu_count()} cores",
     }
 
@@ -160,7 +160,8 @@ def main() -> int:
     if options.only:
         # `--only` leaves out the others; it doesn't turn them into something else.
         numbers = [n for n in numbers if plan_of(options.seed, n).kind == options.only] or numbers
-    began = time.monotonic()
+    # Before anything is played: the package is loaded then, and may be edited meanwhile.
+    began, commit = time.monotonic(), _commit()
     outcomes = run_all(
         numbers,
         seed=options.seed,
@@ -171,7 +172,7 @@ def main() -> int:
         verbose=options.verbose or options.run is not None,
     )
     command = "python tests/nemesis/run.py " + " ".join(sys.argv[1:])
-    summary = summary_of(outcomes, command, time.monotonic() - began)
+    summary = summary_of(outcomes, command, commit, time.monotonic() - began)
     print(json.dumps(summary, indent=1))
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
