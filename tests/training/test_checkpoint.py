@@ -92,7 +92,6 @@ def test_what_is_saved_is_loaded_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("after", [False, True])
 def test_whichever_operation_fails_the_previous_checkpoint_still_loads(tmp_path: Path, code: int, after: bool) -> None:
     """R3, RB-103: the n-th write, fsync or rename fails, for every n; nothing half-written is ever accepted."""
-    Checkpoints(tmp_path / "counted").save(5, parts_of(5))
     Checkpoints(tmp_path / "counted").save(10, parts_of(10))
     total = operations_of(tmp_path / "counted", 20)
     assert total == 13, "five files written and synced, the folder synced, renamed, its parent synced"
