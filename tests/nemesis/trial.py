@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -138,8 +139,10 @@ class Trial:
             | ({"NEMESIS_JOURNAL": str(self._journal)} if self.plan.journal else {}),
         }
         self._fired.unlink(missing_ok=True)
-        process = psutil.Process(self._nursery.start(spec))
-        self._signal_in_time(process, list(life.signals))
+        pid = self._nursery.start(spec)
+        # A life may be over before it is looked at.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._signal_in_time(psutil.Process(pid), list(life.signals))
         code = self._nursery.wait()
         unborn = "did not start" in self._last_words() and any("engine" in what for _, what, _ in life.signals)
         if not self._count_fired() and code not in (0, -signal.SIGKILL) and not unborn:
