@@ -6,7 +6,8 @@
 and sampling (T = 1, no top-k, no top-p), one thread each, in turns in one process; for the default tiny dense Qwen3 and
 for a Qwen3-MoE of the same size. Once with equal lengths, once with log-normal ones (σ = 1), where `generate` must run
 each batch to its longest and only the tokens that were asked for count. Then loads in the middle of decoding, and the
-recorded log-probabilities against a plain float64 forward pass. Writes benchmarks/results/engine.json.
+recorded log-probabilities against a plain float64 forward pass. The same ratios in CPU seconds, and with the tail cut at
+a slot of the default length, stand beside. Writes benchmarks/results/engine.json.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,8 @@ from soloist.models.tiny import build_tiny
 from soloist.types import Completion, GenerateRequest, Sampling, WeightsRef
 
 SLOTS, PROMPT, EQUAL, MEDIAN, LONGEST = 64, 64, 64, 40, 512
+DEFAULT_LONGEST = EngineConfig().max_length - PROMPT
+"""Where the tail is cut in a slot of the default length."""
 MODELS = {
     "dense": ModelConfig(),
     # Eight experts of 36 hold as many parameters as the dense MLP of 288; each token uses two.
@@ -67,11 +71,30 @@ class Workload:
         ]  # fmt: skip
 
 
-def workloads(requests: int, vocab_size: int) -> tuple[Workload, Workload]:
-    """Equal lengths, and log-normal ones of about the same mean."""
+def heavy_lengths(requests: int, longest: int) -> list[int]:
+    """Log-normal numbers of new tokens."""
     normal = torch.randn(requests, generator=torch.Generator().manual_seed(0))
-    heavy = (MEDIAN * normal.exp()).round().clamp(1, LONGEST).int().tolist()
-    return Workload([EQUAL] * requests, vocab_size), Workload(heavy, vocab_size)
+    lengths: list[int] = (MEDIAN * normal.exp()).round().clamp(1, longest).int().tolist()
+    return lengths
+
+
+class Stopwatch:
+    """Calls something and notes the CPU seconds of each call: on a busy machine they tell more than the clock."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
+        self.cpu_s: list[float] = []
+
+    def __call__(self) -> None:
+        """One call."""
+        start = time.process_time()
+        self._work()
+        self.cpu_s.append(time.process_time() - start)
+
+    @property
+    def median(self) -> float:
+        """Median CPU seconds; the first call, a warm-up, does not count when there are more."""
+        return statistics.median(self.cpu_s[1:] or self.cpu_s)
 
 
 def serve(batch: ContinuousBatch, load: Workload) -> dict[str, tuple[GenerateRequest, Completion]]:
@@ -139,7 +162,7 @@ def load_pauses(batch: ContinuousBatch, load: Workload, folder: Path) -> dict[st
 def log_prob_error(model: Any, done: list[tuple[GenerateRequest, Completion]]) -> dict[str, float]:
     """Largest distance of recorded log-probabilities from a plain float64 forward pass.
 
-    Experts are the same by necessity where the router's choice is no tie; from a tie on (two experts closer than 1e-5)
+    Experts are the same by necessity where the router's choice is no tie; from a tie on (two experts closer than 1e-6)
     the tokens of a sequence are left out, and their share is told.
     """
     if hasattr(model, "set_experts_implementation"):
@@ -156,7 +179,7 @@ def log_prob_error(model: Any, done: list[tuple[GenerateRequest, Completion]]) -
         logits = model(input_ids=ids, use_cache=False).logits[0, PROMPT - 1 : -1]
         wanted = torch.log_softmax(logits, -1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
         error = (torch.tensor(completion.log_probs, dtype=torch.float64) - wanted).abs()
-        tied = torch.stack(margins).amin(0) < 1e-5 if margins else torch.zeros(ids.shape[1], dtype=torch.bool)
+        tied = torch.stack(margins).amin(0) < 1e-6 if margins else torch.zeros(ids.shape[1], dtype=torch.bool)
         # The token at position p was sampled from what positions before p computed.
         sound = ~tied.cummax(0).values[PROMPT - 1 : -1]
         worst = max(worst, float(error[sound].max()) if bool(sound.any()) else 0.0)
@@ -189,12 +212,19 @@ def measure(config: ModelConfig, requests: int, pairs: int, folder: Path) -> dic
     """All figures of one model."""
     build_tiny(config, 0, folder / "model")
     model, theirs = load_policy(folder / "model"), load_policy(folder / "model")
-    equal, heavy = workloads(requests, model.config.vocab_size)
+    vocab_size = model.config.vocab_size
+    equal = Workload([EQUAL] * requests, vocab_size)
+    heavy = Workload(heavy_lengths(requests, LONGEST), vocab_size)
+    shorter = Workload(heavy_lengths(requests, DEFAULT_LONGEST), vocab_size)
     batch = ContinuousBatch(ModelRunner(model, slots=SLOTS, max_length=PROMPT + LONGEST))
     assert batch.runner.fused
-    same = compare(lambda: serve(batch, equal), lambda: generate(theirs, equal), pairs=pairs)
-    tail = compare(lambda: serve(batch, heavy), lambda: generate(theirs, heavy), pairs=1, warm_up=0)
-    own = compare(lambda: serve(batch, equal), lambda: serve(batch, heavy), pairs=pairs + 2, warm_up=0)
+    ours, theirs_equal = Stopwatch(lambda: serve(batch, equal)), Stopwatch(lambda: generate(theirs, equal))
+    ours_heavy, theirs_heavy = Stopwatch(lambda: serve(batch, heavy)), Stopwatch(lambda: generate(theirs, heavy))
+    ours_shorter = Stopwatch(lambda: serve(batch, shorter))
+    same = compare(ours, theirs_equal, pairs=pairs)
+    tail = compare(ours_heavy, theirs_heavy, pairs=1, warm_up=0)
+    own = compare(ours, ours_heavy, pairs=pairs, warm_up=0)
+    own_shorter = compare(ours, ours_shorter, pairs=pairs, warm_up=0)
     parameters = sum(parameter.numel() for parameter in theirs.parameters())
     checked = list(serve(batch, heavy).values())[:CHECKED]
     return {
@@ -204,6 +234,15 @@ def measure(config: ModelConfig, requests: int, pairs: int, folder: Path) -> dic
         "heavy_tail_ratio": tail.ratio,
         "tail_efficiency": heavy.tokens / equal.tokens / own.ratio,
         "tail_efficiency_spread": [heavy.tokens / equal.tokens / ratio for ratio in own.spread[::-1]],
+        "tail_efficiency_default_slot": shorter.tokens / equal.tokens / own_shorter.ratio,
+        "cpu": {
+            "equal_ratio": theirs_equal.median / ours.median,
+            "heavy_tail_ratio": theirs_heavy.median / ours_heavy.median,
+            "tail_efficiency": heavy.tokens / equal.tokens * ours.median / ours_heavy.median,
+            "tail_efficiency_default_slot": shorter.tokens / equal.tokens * ours.median / ours_shorter.median,
+            "equal_tokens_per_s": equal.tokens / ours.median,
+            "heavy_tokens_per_s": heavy.tokens / ours_heavy.median,
+        },
         "equal_tokens_per_s": equal.tokens / statistics.median(same.ours_s),
         "generate_tokens_per_s": equal.tokens / statistics.median(same.theirs_s),
         "heavy_tokens_per_s": heavy.tokens / statistics.median(own.theirs_s),
@@ -225,7 +264,9 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | wanted)
     torch.set_num_threads(1)
     figures: dict[str, Any] = {"requests": arguments.requests, "slots": SLOTS, "prompt": PROMPT}
-    figures |= {"new_tokens": {"equal": EQUAL, "median": MEDIAN, "sigma": 1, "longest": LONGEST}}
+    figures |= {
+        "new_tokens": {"equal": EQUAL, "median": MEDIAN, "sigma": 1, "longest": LONGEST, "default": DEFAULT_LONGEST}
+    }
     for name, config in MODELS.items():
         with tempfile.TemporaryDirectory() as folder:
             figures[name] = measure(config, arguments.requests, arguments.pairs, Path(folder))

@@ -112,6 +112,24 @@ def test_an_aborted_prompt_keeps_only_what_was_computed(batch: ContinuousBatch) 
     assert done["long"].log_probs == pytest.approx(done["cold"].log_probs, abs=1e-5)
 
 
+def test_an_aborted_prompt_that_had_not_begun_keeps_nothing(batch: ContinuousBatch) -> None:
+    """Its slot held more of an earlier rollout, which says nothing about this one."""
+    for n in range(4):
+        batch.submit(ask(f"old {n}", [n + 1] * 40, 30))
+    while batch.busy:
+        batch.step()
+    batch.submit(ask("running", [3, 4], 60))
+    batch.step()
+    batch.submit(ask("long", [5] * 100))
+    batch.submit(ask("behind", [6] * 60))
+    batch.step()
+    assert {seat.request.request_id for seat in batch.table.running.values()} == {"running", "long", "behind"}
+    batch.abort(["behind"])
+    kept = {prefix.rollout_id: prefix.cached for prefix in batch.table.kept.values()}
+    assert "behind" not in kept
+    assert set(kept.values()) == {69}
+
+
 def test_a_cancelled_prompt_leaves_nothing_to_compute(batch: ContinuousBatch) -> None:
     batch.submit(ask("running", [3, 4], 60))
     batch.step()
