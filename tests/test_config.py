@@ -114,6 +114,7 @@ def test_a_mistake_is_named_with_what_was_found_and_what_is_possible(raw: dict[s
         ({"policy": {"minibatches": 65}}, ["policy.minibatches = 65", "rollouts_per_step = 64"]),
         ({"model": {"heads": 5}}, ["model.hidden_size = 96", "model.heads = 5"]),
         ({"health": {"stall_report_seconds": 900}}, ["stall_report_seconds = 900", "stall_limit_seconds = 300"]),
+        ({"health": {"lease_seconds": 20}}, ["lease_seconds = 20", "rollout.max_seconds = 60"]),
     ],
 )  # fmt: skip
 def test_settings_that_contradict_each_other_are_refused_with_the_arithmetic(

@@ -269,11 +269,15 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(
     run.signal(signal.SIGKILL)
     assert run.wait() == -signal.SIGKILL
     assert run.orphans() == []
-    newest = checkpoints(run.folder)[-1]
-    assert newest < STEPS, "the run was killed in its middle"
+    newest, done = checkpoints(run.folder)[-1], len(read_steps(run.folder / "ledger.sqlite"))
+    assert newest <= done < STEPS, "the run was killed in its middle"
     resumed = start([*arguments, "--resume"])
     assert resumed.wait() == 0, resumed.err
-    assert f"note: train goes on at step {newest}\n" in resumed.out
+    said = (
+        f"note: train goes on at step {done}: snapshot of step {newest}, {done - newest} recorded steps trained again"
+    )
+    assert said in resumed.out
+    assert [step.lineage for step in read_steps(run.folder / "ledger.sqlite")] == [1] * STEPS
     assert check_lineage(run.folder) == list(range(STEPS * SIZE)) == check_lineage(uninterrupted)
     assert different_tensors(run.folder, uninterrupted) == []
 
@@ -290,7 +294,7 @@ def test_a_run_killed_after_its_last_checkpoint_is_marked_as_done(
     marks.write_text(json.dumps({stage: summary for stage, summary in stages.items() if stage != "train"}))
     assert main([*arguments, "--resume"]) == 0, capsys.readouterr().err
     assert json.loads(marks.read_text()) == stages
-    assert f"train goes on at step {STEPS}\n" in capsys.readouterr().out
+    assert f"train goes on at step {STEPS}: snapshot of step {STEPS}, 0 recorded" in capsys.readouterr().out
     assert check_lineage(folder) == list(range(STEPS * SIZE))
 
 

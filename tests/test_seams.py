@@ -43,7 +43,7 @@ def test_every_durable_operation_passes_a_fault_point_before_it_happens(tmp_path
     with installed_faults(names.append):
         storage.write(tmp_path / "staged", b"content")
         storage.rename(tmp_path / "staged", tmp_path / "final")
-    assert names == ["write:staged", "rename:final", f"sync:{tmp_path.name}"]
+    assert names == ["write:staged", "sync:staged", "rename:final", f"sync:{tmp_path.name}"]
     assert (tmp_path / "final").read_bytes() == b"content"
 
     def fail(name: str) -> None:

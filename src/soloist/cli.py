@@ -24,6 +24,8 @@ from typing import NoReturn
 from soloist.config import RunConfig
 from soloist.config_files import describe_fields, dump_config, load_config, packaged_recipes
 from soloist.errors import RunError, UserError
+from soloist.report.fates import describe_fates, explain_rollout
+from soloist.report.run_files import find_run
 from soloist.report.text import one_sentence, printable
 
 STAGES: dict[str, tuple[tuple[str, ...], str]] = {
@@ -36,7 +38,12 @@ STAGES: dict[str, tuple[tuple[str, ...], str]] = {
 """Command → (stages it runs, what it does)."""
 
 REPORT = "write a run's report.html and its pictures, during the run or after it"
-OWN_OPTIONS = ("--resume", "--dry-run", "--name", "--help", "--version")
+FATES = "say what became of every rollout that a run started, and why one was not trained"
+REPLAY = "train again from the rollouts that a run stored, bit for bit or with changed settings"
+WITH_VALUE = ("--name", "--rollout", "--to", "--set")
+OWN_OPTIONS = ("--resume", "--dry-run", "--help", "--version", "--every", *WITH_VALUE)
+ON_RUNS = (["config"], ["check"], ["report"], ["fates"], ["replay"])
+"""Commands that are not resumed."""
 INTERRUPTED = 130
 
 
@@ -70,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _resuming(arguments: list[str]) -> str:
     # The same command again, so that the overrides stay; shlex keeps names with spaces whole.
-    more = [] if "--resume" in arguments or arguments[:1] in (["config"], ["check"], ["report"]) else ["--resume"]
+    more = [] if "--resume" in arguments or arguments[:1] in ON_RUNS else ["--resume"]
     return shlex.join(["soloist", *arguments, *more])
 
 
@@ -78,8 +85,8 @@ def _dispatch(arguments: list[str]) -> int:
     # Overrides go first: argparse would take the value of an option that it doesn't know for the recipe.
     own, overrides = split_overrides(arguments)
     parsed = _parser().parse_args(own)
-    if parsed.action is _report:
-        _report(parsed, overrides)
+    if parsed.action in (_report, _fates, _replay):
+        parsed.action(parsed, _runs_dir(parsed, overrides))
         return 0
     if parsed.name is not None:
         overrides["name"] = json.dumps(parsed.name)  # quoted, so that `--name 7` stays text
@@ -101,8 +108,8 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]
         option, equals, value = argument.partition("=")
         if not option.startswith("--") or option in OWN_OPTIONS:
             own.append(argument)
-            # The name is the one option of ours with a value, which may look like anything.
-            own += islice(rest, 1) if argument == "--name" else []
+            # Values of our own options may look like anything.
+            own += islice(rest, 1) if argument in WITH_VALUE else []
             continue
         found = value if equals else next(rest, None)
         if found is None or (not equals and found.startswith("--")):
@@ -133,9 +140,15 @@ def _parser() -> argparse.ArgumentParser:
     config = _add_command(commands, "config", "print the resolved config", _print_config, recipe="?")
     config.formatter_class = argparse.RawDescriptionHelpFormatter
     config.epilog = _key_tree()
-    report = commands.add_parser("report", help=REPORT, description=f"{REPORT.capitalize()}.", allow_abbrev=False)
-    report.add_argument("run", metavar="RUN", help="folder of a run, or its name under --runs_dir (default: runs)")
-    report.set_defaults(action=_report, name=None)
+    _add_reader(commands, "report", REPORT, _report)
+    fates = _add_reader(commands, "fates", FATES, _fates)
+    fates.add_argument("--rollout", metavar="ID", help="all attempts at one rollout, and why it was trained or not")
+    fates.add_argument("--every", action="store_true", help="one line for each attempt, too")
+    replay = _add_reader(commands, "replay", REPLAY, _replay)
+    replay.add_argument("--to", metavar="STEP", type=int, help="last step to train again; all by default")
+    replay.add_argument(
+        "--set", metavar="KEY=VALUE", action="append", default=[], help="another setting, such as loss.policy_loss=ppo"
+    )
     _add_command(commands, "check", "say what works on this machine and what a config will do", _check, recipe="?")
     return parser
 
@@ -162,6 +175,19 @@ def _add_command(
     return command
 
 
+def _add_reader(
+    commands: argparse._SubParsersAction[_Parser],
+    name: str,
+    purpose: str,
+    action: Callable[[argparse.Namespace, Path], None],
+) -> argparse.ArgumentParser:
+    """A command on an existing run, which has no config of its own."""
+    command = commands.add_parser(name, help=purpose, description=f"{purpose.capitalize()}.", allow_abbrev=False)
+    command.add_argument("run", metavar="RUN", help="folder of a run, or its name under --runs_dir (default: runs)")
+    command.set_defaults(action=action, name=None, command=name)
+    return command
+
+
 def _key_tree() -> str:
     lines = ["keys, with their defaults:"]
     for name, default, description in describe_fields():
@@ -179,15 +205,43 @@ def _check(_: argparse.Namespace, config: RunConfig) -> None:
     print("\n".join([*describe_machine(), "", *describe_plan(config)]))
 
 
-def _report(parsed: argparse.Namespace, overrides: dict[str, str]) -> None:
+def _runs_dir(parsed: argparse.Namespace, overrides: dict[str, str]) -> Path:
     runs_dir = Path(overrides.pop("runs_dir", RunConfig().runs_dir))
     if overrides:
-        raise UserError(f"a report has no config, found --{next(iter(overrides))}; only --runs_dir is possible")
+        raise UserError(
+            f"a {parsed.command} has no config, found --{next(iter(overrides))}; only --runs_dir is possible"
+        )
+    return runs_dir
+
+
+def _report(parsed: argparse.Namespace, runs_dir: Path) -> None:
     _write_report(parsed.run, runs_dir)
 
 
+def _fates(parsed: argparse.Namespace, runs_dir: Path) -> None:
+    folder = find_run(parsed.run, runs_dir)
+    if parsed.rollout is not None:
+        print("\n".join(explain_rollout(folder, parsed.rollout)))
+        return
+    print("\n".join(describe_fates(folder, every=parsed.every)))
+
+
+def _replay(parsed: argparse.Namespace, runs_dir: Path) -> None:
+    pairs = [text.partition("=") for text in parsed.set]
+    if broken := [key for key, equals, _ in pairs if not equals]:
+        raise UserError(f"--set {broken[0]} has no value; write --set {broken[0]}=VALUE")
+    from soloist.report.progress import ConsoleObserver
+    from soloist.training.replay import replay
+
+    with interruptible(), ConsoleObserver() as observer:
+        found = replay(
+            find_run(parsed.run, runs_dir), observer, to_step=parsed.to, changes={key: value for key, _, value in pairs}
+        )
+    print(f"{found.describe()}; metrics and weights: {printable(found.folder)}")
+
+
 def _write_report(run: str, runs_dir: Path) -> None:
-    from soloist.report.report import find_run, write_report
+    from soloist.report.report import write_report
 
     print(f"report: {printable(str(write_report(find_run(run, runs_dir))))}")
 

@@ -79,6 +79,8 @@ class RunConfig(Section):
     """Control experiment: rewards are permuted among rollouts, for critic and policy, so nothing can be learned."""
     token_budget: Positive = 8192
     """Tokens of one micro-batch, padding included."""
+    keep_rollouts: NotNegative | None = None
+    """Steps whose rollouts stay in the ledger with their tokens; unset keeps all (replay needs them), 0 the least."""
     threads: Positive = 1
     """CPU threads of the learner while engines run beside it."""
     samples: NotNegative = 4
@@ -168,6 +170,11 @@ def _contradictions(c: RunConfig) -> list[tuple[bool, str]]:
         (
             c.model.hidden_size % c.model.heads != 0,
             f"model.hidden_size = {c.model.hidden_size} is not a multiple of model.heads = {c.model.heads}",
+        ),
+        (
+            c.health.lease_seconds < c.rollout.max_seconds,
+            f"health.lease_seconds = {c.health.lease_seconds:g} is shorter than rollout.max_seconds = "
+            f"{c.rollout.max_seconds:g}, which one turn may take; raise it",
         ),
         (
             c.health.stall_report_seconds > c.health.stall_limit_seconds,

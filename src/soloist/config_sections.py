@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 Positive = Annotated[int, Field(ge=1, le=100_000_000)]
 NotNegative = Annotated[int, Field(ge=0, le=100_000_000)]
 Rate = Annotated[float, Field(gt=0)]
+NotNegativeSeconds = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -112,6 +113,8 @@ class RolloutConfig(Section):
     """Wall-clock seconds of one episode."""
     attempts: Positive = 3
     """Tries of one place before its failure is final."""
+    retry_seconds: NotNegativeSeconds = 0.5
+    """Pause after a failed try, doubled with each further one, 30 s at most; 0 tries again at once."""
 
 
 class SftConfig(Section):
@@ -246,5 +249,9 @@ class HealthConfig(Section):
     """Waiting longer than this is reported with queue sizes, versions and the oldest rollout."""
     stall_limit_seconds: Rate = 300.0
     """Waiting longer than this ends the run with exit code 1."""
+    lease_seconds: Rate = 180.0
+    """A rollout without a sign of life for so long is given up and its place played again; a late result is refused."""
+    on_non_finite: Literal["stop", "skip"] = "stop"
+    """A loss or gradient that is not finite, with its rollouts named: stop ends the run, skip leaves the update out."""
     max_failed_ratio: Share = 0.5
     """Share of failed rollouts, over the last 20 or more, above which the run stops."""

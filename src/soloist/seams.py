@@ -57,30 +57,44 @@ def installed_faults(plan: Callable[[str], None]) -> Iterator[None]:
 
 
 class Storage:
-    """Durable file operations. A test's subclass fails the n-th of them."""
+    """Durable file operations. A test's subclass fails the n-th of them, or forgets what was not synced.
+
+    `put`, `fsync` and `replace` are what the disk does; the others say in which order, and are what callers use.
+    """
 
     def write(self, path: Path, data: bytes) -> None:
         """Write and fsync a file; it may be visible half-written, so callers rename it into place."""
         fault_point(f"write:{path.name}")
-        with path.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        self.put(path, data)
+        self.sync(path)
 
     def sync(self, path: Path) -> None:
-        """Fsync a file or a folder that something else wrote."""
+        """Fsync a file, or a folder so that the names in it last."""
         fault_point(f"sync:{path.name}")
+        self.fsync(path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Make `source` visible as `target` in one step and sync the folder that holds it."""
+        fault_point(f"rename:{target.name}")
+        self.replace(source, target)
+        self.sync(target.parent)
+
+    def put(self, path: Path, data: bytes) -> None:
+        """Give a file this content; a crash of the machine may forget it until `fsync`."""
+        with path.open("wb") as file:
+            file.write(data)
+
+    def fsync(self, path: Path) -> None:
+        """Wait until a file's content, or a folder's names, are on disk."""
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)
         finally:
             os.close(handle)
 
-    def rename(self, source: Path, target: Path) -> None:
-        """Make `source` visible as `target` in one step and sync the folder that holds it."""
-        fault_point(f"rename:{target.name}")
+    def replace(self, source: Path, target: Path) -> None:
+        """Rename; a crash of the machine may forget it until the folder is synced."""
         os.replace(source, target)
-        self.sync(target.parent)
 
 
 def sha256_of(path: Path) -> str:

@@ -85,9 +85,8 @@ async def reference(config: RunConfig) -> dict[str, torch.Tensor]:
             for _ in range(config.value.updates_per_step):
                 learner.update_value(rollouts)
             learner.update_policy(rollouts)
-    return {
-        f"{part}/{name}": tensor for part, (tensors, _) in learner.state().items() for name, tensor in tensors.items()
-    }
+    state = learner.state()
+    return {f"{part}/{name}": tensor for part in PARTS for name, tensor in state[part][0].items()}
 
 
 def different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:

@@ -122,6 +122,7 @@ async def make_run(folder: Path, text_of: Any = "<{}>".format, **changes: Any) -
     for step in range(STEPS):
         rollouts = [rollout(PER_STEP * step + n, step, **changes) for n in range(PER_STEP)]
         for one in rollouts:
+            await ledger.started(one, unit=one.place, expires_at=0.0)
             await ledger.ended(one)
         await ledger.commit(step, rollouts, {})
         samples.record(step, rollouts, tokens_of(rollouts), last=step == STEPS - 1)
@@ -131,6 +132,7 @@ async def make_run(folder: Path, text_of: Any = "<{}>".format, **changes: Any) -
         for what, begin, end in (("wait_for_rollouts", 0, 0.5), ("update_policy", 0.5, 0.9), ("weight_sync", 0.9, 1)):
             events.append(f'{{"who": "learner", "what": "{what}", "start": {step + begin}, "end": {step + end}}}\n')
     failed = rollout(900, 2, failure=Failure(boundary="engine", reason="gone"), status="failed", score=None)
+    await ledger.started(failed, unit=900, expires_at=0.0)
     await ledger.ended(failed)
     await ledger.close()
     log.write("eval", STEPS, 99.0, {"eval/calculator/avg@4": 0.75})

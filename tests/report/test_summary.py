@@ -64,7 +64,9 @@ def write_metrics(folder: Path, steps: int = 12) -> None:
 
 async def store(folder: Path, rollouts: list[Rollout]) -> None:
     ledger = await Ledger.open(folder / "ledger.sqlite")
+    rollouts = [msgspec.structs.replace(one, place=place) for place, one in enumerate(rollouts)]
     for one in rollouts:
+        await ledger.started(one, unit=one.place, expires_at=0.0)
         await ledger.ended(one)
     await ledger.commit(0, rollouts, {"version": 0})
     await ledger.close()

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import random
 from collections.abc import Awaitable
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from soloist.config import RunConfig
 from soloist.errors import RunError
 from soloist.metrics import is_registered
 from soloist.runtime.buffer import RolloutBuffer
-from soloist.runtime.places import Lease
+from soloist.runtime.leases import Lease
+from soloist.runtime.ledger_rows import Frontier
 from soloist.runtime.tasks import TaskSource
 from soloist.types import Failure, Rollout, Segment, Task, VersionSpan
 
@@ -399,6 +400,7 @@ async def test_an_engine_that_lags_does_not_spoil_the_place_of_a_newer_group() -
 
 
 async def test_a_stall_is_reported_and_then_ends_the_run_with_the_report() -> None:
+    """R6, RB-124, RB-125: who waits for whom and since when, again and again, and an end."""
     clock = FakeClock()
     reports: list[str] = []
     health = {"stall_report_seconds": 30.0, "stall_limit_seconds": 100.0}
@@ -503,24 +505,142 @@ async def test_finished_rollouts_that_wait_for_their_score_are_counted_apart() -
     assert "oldest rollout r0 (attempt 0) has run 0.0 s and waits for its score" in buffer.report()
 
 
-async def test_a_resume_leases_again_exactly_what_was_not_trained() -> None:
-    buffer = make_buffer({"rollouts_per_step": 1})
-    leases = [await lease_at(buffer, 0) for _ in range(2)]
-    await buffer.put(leases[1], played(leases[1]))
-    await soon(buffer.take(version=0))
-    await buffer.put(leases[0], broken(leases[0]))
-    scored = await lease_at(buffer, 1)
-    assert scored.rollout_id == "r0"
-    await buffer.put(scored, played(scored))
-    third = await lease_at(buffer, 1)
-    state = json.loads(json.dumps(buffer.state()))
-    resumed = make_buffer({"rollouts_per_step": 1})
-    resumed.load_state(state)
-    again = [await lease_at(resumed, 1) for _ in range(2)]
-    assert [(lease.rollout_id, lease.attempt) for lease in again] == [("r0", 1), (third.rollout_id, 0)]
-    assert resumed.admission.step == 1
+def frontier_of(*scored: Rollout, step: int = 0, next_unit: int = 0, **changes: Any) -> Frontier:
+    """A ledger's word on a run with these finished and untrained rollouts; their tasks are open."""
+    open_units = sorted({*(rollout.place for rollout in scored), *changes.pop("open_units", [])})
+    attempts = {rollout.place: rollout.attempt + 1 for rollout in scored}
+    fields = {"step": step, "next_unit": next_unit, "open_units": open_units, "attempts": attempts, **changes}
+    return Frontier(scored=list(scored), **fields)
+
+
+async def stored(unit: int, version: int, attempt: int = 0, **changes: Any) -> Rollout:
+    """A finished rollout of an earlier life."""
+    lease = await lease_at(make_buffer({"rollouts_per_step": 50}), 0)
+    lease = structs.replace(lease, rollout_id=f"r{unit}", place=unit, attempt=attempt, group_id=f"g{unit}")
+    return played(lease, version, **changes)
+
+
+async def test_finished_rollouts_of_an_earlier_life_are_trained_and_the_rest_is_played_again() -> None:
+    """RB-089, RB-090, RB-106: out of order, with their versions; nothing is skipped or played twice."""
+    buffer = make_buffer({"rollouts_per_step": 1, "max_staleness": 2})
+    scored = [await stored(3, 4), await stored(2, 5, attempt=1)]
+    buffer.restore(frontier_of(*scored, step=6, next_unit=9, open_units=[7], tries={7: 1}, attempts={7: 2}))
+    assert [rollout.rollout_id for rollout in await soon(buffer.take(version=6))] == ["r3"]
+    again = await lease_at(buffer, 6)
+    assert (again.rollout_id, again.attempt) == ("r7", 2)
+    assert [rollout.rollout_id for rollout in await soon(buffer.take(version=7))] == ["r2"]
+    assert (await lease_at(buffer, 7)).rollout_id == "r9"
+    buffer.check_conservation()
     with pytest.raises(ValueError, match="2 units are under way"):
-        resumed.load_state(state)
+        buffer.restore(Frontier())
+
+
+async def test_the_staleness_bound_holds_right_after_a_resume() -> None:
+    """RB-107, R4: free places are those of (bound + 1) steps less what is finished; nothing gets older than allowed."""
+    buffer = make_buffer({"rollouts_per_step": 4, "max_staleness": 2})
+    finished = [await stored(unit, 8 + unit % 3) for unit in range(40, 46)]
+    buffer.restore(frontier_of(*finished, step=10, next_unit=46))
+    leases = [await lease_at(buffer, 10) for _ in range(6)]
+    more = asyncio.create_task(buffer.lease(lambda: 10))
+    assert await waits(more), "12 places, 6 of them were taken by what came back"
+    more.cancel()
+    for lease in leases:
+        await buffer.put(lease, played(lease))
+    ages: list[int] = []
+    for step in (10, 11, 12):
+        ages += [step - (rollout.oldest_version or 0) for rollout in await soon(buffer.take(version=step))]
+    assert (len(ages), max(ages)) == (12, 2)
+
+
+async def test_what_came_back_too_old_or_broken_is_dropped_on_record_and_played_again() -> None:
+    """The ledger may hold what the buffer never judged, and settings may have changed since."""
+    journal = Heard()
+    buffer = make_buffer({"rollouts_per_step": 1, "max_staleness": 0}, journal=journal)
+    old, broken_one, young = await stored(0, 1), await stored(1, 9), await stored(2, 3)
+    buffer.restore(frontier_of(old, broken_one, young, step=3, next_unit=3))
+    assert [(name, fate, reason[:29]) for name, fate, reason in journal.heard] == [
+        ("r1", "failed", "engine: oldest version 9 at s"),
+        ("r0", "dropped", "stale"),
+    ]
+    assert [rollout.rollout_id for rollout in await soon(buffer.take(version=3))] == ["r2"]
+    assert (await lease_at(buffer, 4)).attempt == 1
+    buffer.check_conservation()
+
+
+async def test_a_group_with_members_missing_is_completed_after_a_resume() -> None:
+    buffer = make_buffer({"rollouts_per_step": 2, "group_size": 2})
+    member = await stored(1, 0, attempt=3)
+    buffer.restore(Frontier(step=0, next_unit=1, open_units=[0], attempts={0: 1, 1: 4}, tries={0: 1}, scored=[member]))
+    lease = await lease_at(buffer, 0)
+    assert (lease.rollout_id, lease.attempt, lease.unit) == ("r0", 1, 0)
+    await buffer.put(lease, played(lease))
+    assert [rollout.rollout_id for rollout in await soon(buffer.take(version=0))] == ["r0", "r1"]
+
+
+class Heard:
+    """A journal that remembers."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[Any, ...]] = []
+
+    def expired(self, rollout_id: str, attempt: int, reason: str) -> None:
+        self.heard.append((rollout_id, attempt, reason))
+
+    def dropped(self, rollout: Rollout, fate: str, reason: str, boundary: str | None = None) -> None:
+        self.heard.append((rollout.rollout_id, fate, reason))
+
+    def quarantined(self, unit: int, reason: str) -> None:
+        self.heard.append((unit, reason))
+
+
+async def test_a_lease_without_a_sign_of_life_is_played_again_and_its_late_result_ignored() -> None:
+    """RB-117, RB-119, RB-122: one rollout never returns; the step fills without it and the message names it."""
+    clock, journal, aborted = FakeClock(), Heard(), []
+    settings = {"rollouts_per_step": 1, "max_staleness": 0, "health": {"lease_seconds": 60.0}}
+    buffer = make_buffer(settings, clock=clock, journal=journal, on_abort=aborted.extend)
+    hung = await lease_at(buffer, 0)
+    clock.seconds += 50
+    assert buffer.note(hung, "turn 2 at the engine")
+    clock.seconds += 50
+    buffer.expire()
+    assert buffer.holds(hung), "a sign of life renewed it"
+    clock.seconds += 50
+    again = await lease_at(buffer, 0)
+    assert (again.rollout_id, again.attempt) == ("r0", 1)
+    assert journal.heard == [("r0", 0, "lease expired while it waited for turn 2 at the engine")]
+    assert aborted == ["r0"]
+    assert not buffer.note(hung, "late")
+    await buffer.put(hung, played(hung))
+    await buffer.put(again, played(again, tokens=9))
+    assert [rollout.action_tokens for rollout in await soon(buffer.take(version=0))] == [9]
+    assert buffer.fates() == {"dropped:expired": 1, "late": 1}
+    buffer.check_conservation()
+
+
+async def test_a_result_at_hand_does_not_expire_while_it_is_written() -> None:
+    clock = FakeClock()
+    buffer = make_buffer({"rollouts_per_step": 1}, clock=clock)
+    lease = await lease_at(buffer, 0)
+    assert buffer.note(lease, "its record", finished=True)
+    clock.seconds += 1e6
+    buffer.expire()
+    assert buffer.holds(lease)
+    await buffer.put(lease, played(lease))
+    assert len(await soon(buffer.take(version=0))) == 1
+
+
+async def test_a_task_that_always_hangs_is_given_up_and_replaced() -> None:
+    """RB-121: after the configured tries, with its reason on record; the step is filled by another task."""
+    clock, journal = FakeClock(), Heard()
+    settings = {"rollouts_per_step": 1, "max_staleness": 0, "rollout": {"attempts": 2}}
+    buffer = make_buffer(settings, clock=clock, journal=journal)
+    for _ in range(2):
+        assert (await lease_at(buffer, 0)).rollout_id == "r0"
+        clock.seconds += 1e4
+        buffer.expire()
+    assert journal.heard[-1] == (0, "lease expired while it waited for its first turn")
+    assert (await lease_at(buffer, 0)).rollout_id == "r1"
+    buffer.check_conservation()
 
 
 class World:
@@ -560,10 +680,10 @@ class World:
             self.version = step + 1
             self.buffer.wake()
 
-    async def run(self, players: int) -> None:
+    async def run(self, players: int, seconds: float = 2.0) -> None:
         crowd = [asyncio.create_task(self.play()) for _ in range(players)]
         try:
-            await soon(self.learn())
+            await asyncio.wait_for(self.learn(), seconds)
         finally:
             for player in crowd:
                 player.cancel()
@@ -586,3 +706,16 @@ async def test_any_schedule_keeps_the_bound_conserves_and_goes_on(on_stale: str,
         assert max(lags) <= staleness
     if on_stale == "wait":
         assert "dropped:stale" not in world.buffer.fates()
+
+
+async def test_thousands_of_rollouts_leave_nothing_behind_in_memory() -> None:
+    """RB-141, R13: what is trained, failed or dropped is forgotten; only what is under way is remembered."""
+    world = World(3, {"rollouts_per_step": 40, "max_staleness": 1, "rollout": {"attempts": 20}}, steps=50)
+    await world.run(players=60, seconds=60.0)
+    places = world.buffer._places
+    assert len(world.trained) == 2_000
+    assert len(places._units) <= 3 * 40
+    assert len(places._counts) <= 3 * 40
+    assert len(places.source.state()["open"]) <= 3 * 40
+    assert len(places.tally._recent) <= 40
+    assert len(places.admission._bounds) <= 3 * 40

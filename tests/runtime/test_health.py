@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from soloist.runtime.health import DelayHistogram, EventLoopDelay, WorkerThread, reported_wait
+from soloist.metrics import is_registered
+from soloist.runtime.health import DelayHistogram, EventLoopDelay, WorkerThread, reported_wait, resources
 
 
 @given(st.lists(st.floats(1e-5, 100.0), min_size=1, max_size=300), st.sampled_from([0.5, 0.9, 0.99, 1.0]))
@@ -126,3 +128,23 @@ async def test_a_long_wait_is_reported_again_and_again_and_a_short_one_never() -
     assert [
         task for task in asyncio.all_tasks() if task.get_name() == "report of a wait" and not task.cancelling()
     ] == []
+
+
+def test_memory_open_files_and_threads_are_metrics_that_see_a_leak(tmp_path: Path) -> None:
+    """R13: what grows with the steps shows up in the metrics of every step."""
+    before = resources()
+    files = [(tmp_path / f"{number}").open("w") for number in range(20)]
+    stop = threading.Event()
+    threads = [threading.Thread(target=stop.wait) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    after = resources()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    for file in files:
+        file.close()
+    assert all(is_registered(name) and (value or 0) > 0 for name, value in before.items())
+    grown = {name: (after[name] or 0) - (value or 0) for name, value in before.items()}
+    assert (grown["process/open_files"], grown["process/threads"]) == (20, 5)
+    assert resources()["process/open_files"] == before["process/open_files"]

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import sqlite3
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from soloist.errors import RunError
-from soloist.runtime.ledger import Ledger, read_rollouts, read_steps
+from soloist.runtime.ledger import Ledger, read_counts, read_lineages, read_rollouts, read_steps
 from soloist.seams import installed_faults
 from soloist.types import Failure, Rollout, Segment, VersionSpan
 
@@ -46,6 +48,20 @@ def running(name: str, attempt: int = 0) -> Rollout:
     return scored(name, attempt, state="running", status=None, segments=[], score=None)
 
 
+async def lease(ledger: Ledger, *rollouts: Rollout) -> None:
+    """Lease the places of these rollouts, one task each."""
+    for rollout in rollouts:
+        fresh = running(rollout.rollout_id, rollout.attempt)
+        await ledger.started(fresh, unit=rollout.place, expires_at=1000.0)
+
+
+async def end(ledger: Ledger, *rollouts: Rollout) -> None:
+    """Lease and end these rollouts."""
+    for rollout in rollouts:
+        await lease(ledger, rollout)
+        assert await ledger.ended(rollout)
+
+
 def by_id(path: Path) -> dict[str, tuple[str, str | None, int | None]]:
     return {row.rollout_id: (row.state, row.fate, row.step) for row in read_rollouts(path, payloads=False)}
 
@@ -53,12 +69,12 @@ def by_id(path: Path) -> dict[str, tuple[str, str | None, int | None]]:
 async def test_a_rollout_comes_back_from_the_disk_as_it_was(tmp_path: Path) -> None:
     ledger = await Ledger.open(tmp_path / "ledger.sqlite")
     rollout = scored("r7", attempt=2)
-    await ledger.started(running("r7", attempt=2))
-    await ledger.ended(rollout)
+    await end(ledger, rollout)
     (row,) = read_rollouts(tmp_path / "ledger.sqlite")
     assert row.rollout == rollout
     assert (row.state, row.fate, row.attempt, row.place) == ("scored", None, 2, 7)
     assert (row.oldest_version, row.action_tokens, row.reward) == (3, 2, 0.5)
+    assert (row.lease, row.life, row.unit, row.expires_at) == (1, 1, 7, 1000.0)
     await ledger.close()
 
 
@@ -66,17 +82,17 @@ async def test_a_step_and_its_rollouts_are_on_record_together_and_in_order(tmp_p
     path = tmp_path / "ledger.sqlite"
     ledger = await Ledger.open(path)
     rollouts = [scored("r2"), scored("r0"), scored("r1")]
-    for rollout in rollouts:
-        await ledger.ended(rollout)
-    await ledger.commit(0, rollouts[:2], {"version": 1, "rng": "ab", "state_hash": "cd"})
+    await end(ledger, *rollouts)
+    await ledger.commit(0, rollouts[:2], {"version": 0, "losses": {}}, state_hash="cd")
     assert by_id(path) == {
         "r0": ("trained", "trained", 0),
         "r1": ("scored", None, None),
         "r2": ("trained", "trained", 0),
     }
     (step,) = await ledger.steps()
-    assert (step.step, step.rollout_ids) == (0, ["r2", "r0"])
-    assert step.record == {"version": 1, "rng": "ab", "state_hash": "cd"}
+    assert (step.step, step.rollout_ids, step.attempts) == (0, ["r2", "r0"], [0, 0])
+    assert (step.record, step.state_hash, step.lineage) == ({"version": 0, "losses": {}}, "cd", 1)
+    assert [r.rollout_id for r in await ledger.rollouts_of(0)] == ["r2", "r0"]
     assert read_steps(path) == [step]
     trained = [row.rollout for row in read_rollouts(path, step=0)]
     assert [(r.state, r.trained_step) for r in trained if r is not None] == [("trained", 0)] * 2
@@ -86,13 +102,14 @@ async def test_a_step_and_its_rollouts_are_on_record_together_and_in_order(tmp_p
 async def test_a_rollout_is_trained_once_and_a_step_committed_once(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     ledger = await Ledger.open(path)
-    for name in ("r0", "r1"):
-        await ledger.ended(scored(name))
+    await end(ledger, scored("r0"), scored("r1"))
     await ledger.commit(0, [scored("r0")], {})
     with pytest.raises(ValueError, match="rollout r0 was trained at step 0, step 1 must not"):
         await ledger.commit(1, [scored("r1"), scored("r0")], {})
     with pytest.raises(ValueError, match="step 0 is already committed"):
         await ledger.commit(0, [scored("r1")], {})
+    with pytest.raises(ValueError, match="step 2 can't be committed before step 1"):
+        await ledger.commit(2, [scored("r1")], {})
     with pytest.raises(ValueError, match="rollout r1 was trained at step 1, step 1"):
         await ledger.commit(1, [scored("r1"), scored("r1")], {})
     with pytest.raises(ValueError, match="r5 attempt 0 of step 1 isn't on record as scored"):
@@ -107,15 +124,17 @@ async def test_failures_and_drops_keep_their_reason_and_are_never_trained(tmp_pa
     ledger = await Ledger.open(path)
     failure = Failure(boundary="sandbox", reason="no bwrap")
     lost = scored("r0", status="failed", failure=failure, score=None, state="finished")
-    await ledger.ended(lost)
-    await ledger.ended(scored("r1"))
-    await ledger.ended(scored("r1"), fate="dropped", reason="stale")
-    rows = {row.rollout_id: row for row in read_rollouts(path)}
-    assert (rows["r0"].fate, rows["r0"].reason, rows["r0"].reward) == ("failed", "sandbox: no bwrap", None)
-    assert (rows["r1"].fate, rows["r1"].reason, rows["r1"].action_tokens) == ("dropped", "stale", 2)
+    await end(ledger, lost, scored("r1"))
+    ledger.dropped(scored("r1"), "dropped", "stale")
+    ledger.quarantined(0, "sandbox: no bwrap")
     for rollout in (lost, scored("r1")):
         with pytest.raises(ValueError, match="isn't on record as scored"):
             await ledger.commit(0, [rollout], {})
+    frontier = await ledger.frontier()
+    rows = {row.rollout_id: row for row in read_rollouts(path)}
+    assert (rows["r0"].fate, rows["r0"].boundary, rows["r0"].reason) == ("failed", "sandbox", "sandbox: no bwrap")
+    assert (rows["r1"].fate, rows["r1"].reason, rows["r1"].action_tokens) == ("dropped", "stale", 2)
+    assert (frontier.quarantined, frontier.open_units, frontier.tries) == ({0: "sandbox: no bwrap"}, [1], {1: 1})
     with pytest.raises(ValueError, match="r2 is still running"):
         await ledger.ended(running("r2"))
     await ledger.close()
@@ -125,11 +144,11 @@ async def test_starts_are_written_together(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     ledger = await Ledger.open(path)
     for number in range(63):
-        await ledger.started(running(f"r{number}"))
+        await lease(ledger, scored(f"r{number}"))
     assert by_id(path) == {}
-    await ledger.started(running("r63"))
+    await lease(ledger, scored("r63"))
     assert len(by_id(path)) == 64
-    await ledger.started(running("r64"))
+    await lease(ledger, scored("r64"))
     await ledger.close()
     assert len(by_id(path)) == 65, "closing writes what is queued"
 
@@ -138,6 +157,7 @@ async def test_many_ends_at_once_share_writes_and_do_not_block_the_event_loop(tm
     path = tmp_path / "ledger.sqlite"
     ledger = await Ledger.open(path)
     threads: list[int] = []
+    await lease(ledger, *(scored(f"r{number}") for number in range(50)))
     with installed_faults(lambda name: threads.append(threading.get_ident())):
         await asyncio.gather(*(ledger.ended(scored(f"r{number}")) for number in range(50)))
     assert len(by_id(path)) == 50
@@ -146,77 +166,128 @@ async def test_many_ends_at_once_share_writes_and_do_not_block_the_event_loop(tm
     await ledger.close()
 
 
-async def test_a_rollback_forgets_steps_and_makes_their_rollouts_untrained(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.sqlite"
-    ledger = await Ledger.open(path)
-    for step in range(3):
-        await ledger.ended(scored(f"r{step}"))
-        await ledger.commit(step, [scored(f"r{step}")], {})
-    assert await ledger.rollback(1) == ["r1", "r2"]
-    assert [step.step for step in await ledger.steps()] == [0]
-    rows = list(read_rollouts(path, state="scored"))
-    assert [row.rollout for row in rows] == [scored("r1"), scored("r2")]
-    await ledger.commit(1, [scored("r2")], {})
-    assert by_id(path)["r2"] == ("trained", "trained", 1)
-    await ledger.close()
-
-
-async def test_a_new_life_marks_what_ran_as_lost_and_may_try_the_same_places(tmp_path: Path) -> None:
+async def test_a_new_life_marks_what_ran_as_lost_and_goes_on_with_higher_attempts(tmp_path: Path) -> None:
+    """RB-119: what died with its process is lost, not the task's fault, and never mistaken for the next attempt."""
     path = tmp_path / "ledger.sqlite"
     first = await Ledger.open(path)
-    await first.started(running("r0"))
-    await first.ended(scored("r1"))
+    await lease(first, scored("r0"))
+    await end(first, scored("r1"))
     await first.close()
     second = await Ledger.open(path)
-    assert by_id(path)["r0"] == ("running", "lost", None)
-    await second.started(running("r0"))
-    await second.ended(scored("r0", version=5))
-    await second.commit(0, [scored("r1"), scored("r0")], {})
-    rows = [(row.life, row.rollout_id, row.fate) for row in read_rollouts(path)]
-    assert rows == [(1, "r0", "lost"), (1, "r1", "trained"), (2, "r0", "trained")]
+    assert (second.life, by_id(path)["r0"]) == (2, ("running", "lost", None))
+    frontier = await second.frontier()
+    assert (frontier.attempts, frontier.tries, frontier.next_unit) == ({0: 1, 1: 1}, {0: 0, 1: 0}, 2)
+    assert frontier.scored == [scored("r1")]
+    assert not await second.ended(scored("r0")), "a result of the life before is refused"
+    await end(second, scored("r0", attempt=1, version=5))
+    await second.commit(0, [scored("r1"), scored("r0", attempt=1)], {})
+    rows = [(row.life, row.rollout_id, row.attempt, row.fate) for row in read_rollouts(path)]
+    assert rows == [(1, "r0", 0, "lost"), (1, "r1", 0, "trained"), (2, "r0", 1, "trained")]
     await second.close()
 
 
-async def test_of_two_lives_that_scored_the_same_attempt_the_newest_is_trained(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.sqlite"
-    for version in (1, 2):
-        ledger = await Ledger.open(path)
-        await ledger.ended(scored("r0", version=version))
-        if version == 2:
-            await ledger.commit(0, [scored("r0", version=version)], {})
-        await ledger.close()
-    assert [(row.life, row.state, row.oldest_version) for row in read_rollouts(path)] == [
-        (1, "scored", 1),
-        (2, "trained", 2),
-    ]
-    with pytest.raises(ValueError, match="rollout r0 was trained at step 0"):
-        await reopen_and_commit(path, 1, scored("r0", version=1))
-
-
-async def reopen_and_commit(path: Path, step: int, rollout: Rollout) -> None:
-    ledger = await Ledger.open(path)
-    try:
-        await ledger.commit(step, [rollout], {})
-    finally:
-        await ledger.close()
-
-
-async def test_a_trained_rollout_is_not_changed_by_a_late_message(tmp_path: Path) -> None:
+async def test_late_and_repeated_results_are_refused_and_kept_on_record(tmp_path: Path) -> None:
+    """RB-119: the fence; an attempt's result counts once, and only while its lease is in force."""
     path = tmp_path / "ledger.sqlite"
     ledger = await Ledger.open(path)
-    await ledger.ended(scored("r0"))
-    await ledger.commit(0, [scored("r0")], {})
-    await ledger.ended(scored("r0", score=9.0), fate="dropped", reason="late")
-    (row,) = read_rollouts(path)
-    assert (row.fate, row.reward, row.reason) == ("trained", 0.5, "")
+    await lease(ledger, scored("r0"), scored("r1"))
+    ledger.expired("r0", 0, "lease expired")
+    await lease(ledger, scored("r0", attempt=1))
+    assert await ledger.ended(scored("r1"))
+    outcomes = await asyncio.gather(
+        ledger.ended(scored("r0")),
+        ledger.ended(scored("r0", attempt=1)),
+        ledger.ended(scored("r0", attempt=1, score=9.0)),
+        ledger.ended(scored("r1", score=9.0)),
+        ledger.ended(scored("r8")),
+    )
+    assert outcomes == [False, True, False, False, False]
+    await ledger.commit(0, [scored("r0", attempt=1)], {})
+    assert not await ledger.ended(scored("r0", attempt=1, score=9.0), fate="dropped", reason="late")
+    rows = {(row.rollout_id, row.attempt): row for row in read_rollouts(path)}
+    assert (rows["r0", 0].fate, rows["r0", 0].reason, rows["r0", 0].rollout) == ("dropped", "lease expired", None)
+    assert (rows["r0", 1].fate, rows["r0", 1].reward, rows["r0", 1].reason) == ("trained", 0.5, "")
+    assert rows["r1", 0].reward == 0.5
+    assert read_counts(path) == {
+        "attempts": {"dropped": 1, "scored": 1, "trained": 1},
+        "tasks": {"open": 1, "trained": 1},
+        "refused": {"results": 5},
+    }
     await ledger.close()
+
+
+async def test_a_place_can_not_have_two_attempts_that_live_or_one_after_it_was_trained(tmp_path: Path) -> None:
+    """Exactly once is a constraint of the database, not only of the code that writes it."""
+    path = tmp_path / "ledger.sqlite"
+    for trained in (False, True):
+        ledger = await Ledger.open(path)
+        if not trained:
+            await end(ledger, scored("r0"))
+        else:
+            await ledger.commit(0, [scored("r0")], {})
+        await lease(ledger, scored("r0", attempt=1))
+        with pytest.raises(sqlite3.IntegrityError, match=r"rollouts\.place"):
+            await ledger.ended(scored("r0", attempt=1))
+        with pytest.raises(sqlite3.IntegrityError):
+            await ledger.close()
+    assert {row.attempt for row in read_rollouts(path)} == {0}
+
+
+async def test_signs_of_life_move_the_end_of_a_lease(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    ledger = await Ledger.open(path)
+    await lease(ledger, scored("r0"), scored("r1"))
+    for expires_at in (2000.0, 3000.0):
+        ledger.renewed(running("r0"), expires_at)
+    assert await ledger.ended(scored("r1"))
+    assert {row.rollout_id: row.expires_at for row in read_rollouts(path)} == {"r0": 3000.0, "r1": 1000.0}
+    await ledger.close()
+
+
+async def test_payloads_are_forgotten_before_a_step_and_never_of_what_may_be_trained(tmp_path: Path) -> None:
+    """R13: `keep_rollouts` bounds the file; what a resume needs stays, and what is gone is said when asked for."""
+    path = tmp_path / "ledger.sqlite"
+    ledger = await Ledger.open(path)
+    for step in range(4):
+        await end(ledger, scored(f"r{2 * step}"), scored(f"r{2 * step + 1}"))
+        ledger.dropped(scored(f"r{2 * step + 1}"), "dropped", "stale")
+        await ledger.commit(step, [scored(f"r{2 * step}")], {})
+    await end(ledger, scored("r8"))
+    await ledger.prune(2)
+    kept = {row.rollout_id for row in read_rollouts(path) if row.rollout is not None}
+    assert kept == {"r4", "r5", "r6", "r7", "r8"}
+    assert [row.fate for row in read_rollouts(path)].count("trained") == 4, "rows stay"
+    assert [r.rollout_id for r in await ledger.rollouts_of(2)] == ["r4"]
+    with pytest.raises(RunError, match=r"step 1 can't be trained again: the tokens of 1 of its 1 rollouts.*r2.*keep_"):
+        await ledger.rollouts_of(1)
+    await ledger.close()
+
+
+async def test_a_lineage_begins_where_results_differ_and_the_chain_follows_it(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    ledger = await Ledger.open(path)
+    for step in range(3):
+        await end(ledger, scored(f"r{step}"))
+        await ledger.commit(step, [scored(f"r{step}")], {"version": step}, state_hash=f"a{step}")
+    await ledger.begin_lineage(1, "step 1 gave other bits")
+    before = await ledger.steps()
+    await ledger.recommit(before[1], "b1")
+    assert [(one.step, one.lineage, one.state_hash) for one in read_steps(path)] == [
+        (0, 1, "a0"), (1, 2, "b1"), (2, 1, "a2"),
+    ]  # fmt: skip
+    assert [(one.lineage, one.first_step) for one in read_lineages(path)] == [(1, 0), (2, 1)]
+    assert (await ledger.steps())[1].rollout_ids == ["r1"], "the rollouts stay trained by the step"
+    await ledger.close()
+    again = await Ledger.open(path)
+    assert again.lineage == 2
+    await again.close()
 
 
 @pytest.mark.parametrize("point", ["before", "after"])
 async def test_a_commit_that_fails_is_there_whole_or_not_at_all(tmp_path: Path, point: str) -> None:
     path = tmp_path / "ledger.sqlite"
     ledger = await Ledger.open(path)
-    await ledger.ended(scored("r0"))
+    await end(ledger, scored("r0"))
 
     def fail(name: str) -> None:
         if name == f"ledger:commit:{point}":
@@ -238,11 +309,33 @@ async def test_rollouts_of_a_failed_write_stay_queued(tmp_path: Path) -> None:
         if name == "ledger:rollouts:before":
             raise OSError("disk")
 
+    await lease(ledger, *(scored(f"r{n}") for n in range(3)))
     with installed_faults(fail):
         outcomes = await asyncio.gather(*(ledger.ended(scored(f"r{n}")) for n in range(3)), return_exceptions=True)
     assert all(isinstance(outcome, OSError) for outcome in outcomes)
     assert by_id(path) == {}
     await ledger.commit(0, [scored("r0"), scored("r1"), scored("r2")], {})
+    assert {state for state, _, _ in by_id(path).values()} == {"trained"}
+    await ledger.close()
+
+
+async def test_a_full_disk_is_a_sentence_and_the_ledger_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    """R3: SQLite's own "disk is full"; what was not written stays queued, what was is whole."""
+    path = tmp_path / "ledger.sqlite"
+    ledger = await Ledger.open(path)
+    await end(ledger, scored("r0"))
+
+    def limit(pages: int) -> None:
+        ledger._db.execute(f"PRAGMA max_page_count = {pages}")
+
+    await ledger._thread.call(limit, 1)
+    big = scored("r1", info={"noise": [random.random() for _ in range(40_000)]})
+    await lease(ledger, big)
+    with pytest.raises(RunError, match=r"can't be written .*full.*; mend the disk and go on with --resume"):
+        await ledger.ended(big)
+    assert set(by_id(path)) == {"r0"}
+    await ledger._thread.call(limit, 100_000)
+    await ledger.commit(0, [scored("r0"), big], {})
     assert {state for state, _, _ in by_id(path).values()} == {"trained"}
     await ledger.close()
 
@@ -264,12 +357,19 @@ async def run(path, kill_at):
     with installed_faults(plan):
         ledger = await Ledger.open(path)
         first = len(await ledger.steps())
+        frontier = await ledger.frontier()
+        done = {rollout.rollout_id: rollout.attempt for rollout in frontier.scored}
+        attempts = frontier.attempts
         for step in range(first, 6):
             names = [f"r{2 * step}", f"r{2 * step + 1}"]
             for name in names:
-                await ledger.started(running(name))
-                await ledger.ended(scored(name))
-            await ledger.commit(step, [scored(name) for name in names], {"version": step + 1})
+                if name in done:
+                    continue
+                attempt = attempts.get(int(name[1:]), 0)
+                await ledger.started(running(name, attempt), unit=int(name[1:]), expires_at=0.0)
+                assert await ledger.ended(scored(name, attempt))
+                done[name] = attempt
+            await ledger.commit(step, [scored(name, done[name]) for name in names], {"version": step + 1})
             print(step, flush=True)
         await ledger.close()
 
@@ -280,7 +380,8 @@ asyncio.run(run(Path(sys.argv[1]), int(sys.argv[2])))
 @pytest.mark.parametrize("seed", range(2))
 def test_killed_at_random_fault_points_every_committed_step_survives(tmp_path: Path, seed: int) -> None:
     path, rng = tmp_path / "ledger.sqlite", random.Random(seed)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": paths}
     told: list[int] = []
     for life in range(12):
         kill_at = rng.randint(3, 12) if life < 4 else 10**9
@@ -305,10 +406,22 @@ async def test_a_ledger_of_another_schema_is_refused_by_writer_and_reader(tmp_pa
     with sqlite3.connect(path) as db:
         db.execute("UPDATE meta SET value = '0' WHERE key = 'schema'")
     db.close()
-    with pytest.raises(RunError, match="has schema 0, this version of soloist reads 1"):
+    with pytest.raises(RunError, match="has schema 0, this version of soloist reads 2"):
         await Ledger.open(path)
     with pytest.raises(RunError, match="has schema 0"):
         list(read_rollouts(path))
+
+
+async def test_a_ledger_of_the_first_release_is_refused_in_words_and_left_as_it_was(tmp_path: Path) -> None:
+    """R18: written by version 0.1 with schema 1, before leases had epochs; nothing of it is changed."""
+    path = tmp_path / "ledger.sqlite"
+    shutil.copyfile(Path(__file__).parent / "data" / "ledger_schema_1.sqlite", path)
+    with pytest.raises(RunError, match="has schema 1, this version of soloist reads 2; use the version that wrote it"):
+        await Ledger.open(path)
+    with pytest.raises(RunError, match="has schema 1"):
+        read_steps(path)
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("SELECT rollout_id, state, step FROM rollouts").fetchall() == [("r0", "trained", 0)]
 
 
 async def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path) -> None:

@@ -379,3 +379,16 @@ def test_a_state_of_other_settings_is_refused() -> None:
     same = Admission(capacity=2, max_staleness=1)
     same.load_state(state)
     assert same.state() == state
+
+
+def test_restored_units_pass_the_limit_on_production_of_train_mode() -> None:
+    """A step that was taken and not committed comes back with a crash: one step more than may be under way."""
+    admission = Admission(capacity=1, max_staleness=1, mode="train", step=4)
+    assert admission.restore(1, 3) == 4
+    assert admission.restore(2, 3) == 5
+    assert admission.reserve(3, 3) is None
+    admission = Admission(capacity=1, max_staleness=1, mode="train", step=4)
+    admission.restore(1, 3)
+    admission.restore(2, 3)
+    assert admission.reserve(3, 3, restored=True) == 6
+    assert admission.reserve(4, 4) is None, "new ones wait until a step is trained"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import pytest
 
@@ -56,6 +57,25 @@ def test_a_task_that_can_not_be_made_is_not_lost() -> None:
     assert source.lease()[0] == 1
 
 
+def restore(source: TaskSource, state: dict[str, Any]) -> None:
+    """As a ledger would say it, from what `state` told."""
+    state = json.loads(json.dumps(state))
+    source.restore(state["next"], state["open"], dict(state["quarantined"]))
+
+
+def test_a_task_whose_rollouts_are_at_hand_is_claimed_and_not_handed_out_again() -> None:
+    """RB-090: what comes back from the ledger counts as leased, the rest is played again."""
+    source = TaskSource(numbered)
+    source.restore(5, [1, 3, 4], {2: "engine: rejected"})
+    assert source.claim(3).task_id == numbered(3).task_id
+    assert source.counts() == {"tasks": 5, "pending": 2, "leased": 1, "trained": 1, "quarantined": 1}
+    with pytest.raises(ValueError, match="task 3 doesn't wait"):
+        source.claim(3)
+    assert [source.lease()[0] for _ in range(3)] == [1, 4, 5]
+    source.trained(3)
+    assert source.counts()["trained"] == 2
+
+
 def test_groups_that_finish_out_of_order_are_neither_skipped_nor_trained_twice_after_a_resume() -> None:
     source = TaskSource(numbered)
     for _ in range(5):
@@ -64,7 +84,7 @@ def test_groups_that_finish_out_of_order_are_neither_skipped_nor_trained_twice_a
         source.trained(index)
     source.quarantine(4, "engine: always rejected")
     resumed = TaskSource(numbered)
-    resumed.load_state(json.loads(json.dumps(source.state())))
+    restore(resumed, source.state())
     assert [resumed.lease()[0] for _ in range(3)] == [2, 5, 6]
     assert resumed.quarantined == {4: "engine: always rejected"}
     with pytest.raises(ValueError, match="task 3 isn't leased"):
@@ -95,7 +115,7 @@ def test_ten_crashes_at_random_points_train_every_task_exactly_once(seed: int) -
         if crashes < 10 and rng.random() < 0.05:
             crashes += 1
             source = TaskSource(numbered)
-            source.load_state(checkpoint)
+            restore(source, checkpoint)
             del trained[kept:]  # steps after the checkpoint are rolled back
     assert len(set(trained)) == len(trained)
     assert set(trained) | set(source.state()["open"]) == set(range(source.state()["next"]))

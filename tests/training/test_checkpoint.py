@@ -52,14 +52,14 @@ class FailingStorage(Storage):
         self._code = code
         self._after = after
 
-    def write(self, path: Path, data: bytes) -> None:
-        self._operate(lambda: super(FailingStorage, self).write(path, data), lambda: path.write_bytes(data[:7]))
+    def put(self, path: Path, data: bytes) -> None:
+        self._operate(lambda: super(FailingStorage, self).put(path, data), lambda: path.write_bytes(data[:7]))
 
-    def sync(self, path: Path) -> None:
-        self._operate(lambda: super(FailingStorage, self).sync(path))
+    def fsync(self, path: Path) -> None:
+        self._operate(lambda: super(FailingStorage, self).fsync(path))
 
-    def rename(self, source: Path, target: Path) -> None:
-        self._operate(lambda: super(FailingStorage, self).rename(source, target))
+    def replace(self, source: Path, target: Path) -> None:
+        self._operate(lambda: super(FailingStorage, self).replace(source, target))
 
     def _operate(self, work: Callable[[], Any], short: Callable[[], Any] = lambda: None) -> None:
         self.count += 1
@@ -92,8 +92,9 @@ def test_what_is_saved_is_loaded_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("after", [False, True])
 def test_whichever_operation_fails_the_previous_checkpoint_still_loads(tmp_path: Path, code: int, after: bool) -> None:
     """R3, RB-103: the n-th write, fsync or rename fails, for every n; nothing half-written is ever accepted."""
-    total = operations_of(tmp_path / "counted", 10)
-    assert total == 8
+    Checkpoints(tmp_path / "counted").save(10, parts_of(10))
+    total = operations_of(tmp_path / "counted", 20)
+    assert total == 13, "five files written and synced, the folder synced, renamed, its parent synced"
     for failing in range(1, total + 1):
         folder = tmp_path / f"{failing}"
         Checkpoints(folder).save(10, parts_of(10))
@@ -107,6 +108,35 @@ def test_whichever_operation_fails_the_previous_checkpoint_still_loads(tmp_path:
         Checkpoints(folder).save(30, parts_of(30))
         assert newest(folder) == (30, [])
         assert not list(folder.glob(".*"))
+
+
+class Recording(Storage):
+    """Notes what is synced, and what is renamed to what."""
+
+    def __init__(self) -> None:
+        self.synced: list[Path] = []
+        self.renamed: list[tuple[str, str]] = []
+
+    def fsync(self, path: Path) -> None:
+        self.synced.append(path)
+        super().fsync(path)
+
+    def replace(self, source: Path, target: Path) -> None:
+        self.renamed.append((source.name, target.name))
+        super().replace(source, target)
+
+
+def test_a_power_cut_takes_neither_the_new_folder_nor_half_of_an_old_snapshot(tmp_path: Path) -> None:
+    """R3: the name of `checkpoints` lasts before anything counts on it; what is removed is hidden before."""
+    storage = Recording()
+    checkpoints = Checkpoints(tmp_path / "checkpoints", storage=storage)
+    checkpoints.save(10, parts_of(10))
+    assert storage.synced[0] == tmp_path
+    for step in (20, 30):
+        checkpoints.save(step, parts_of(step))
+    assert ("step_10", ".removed_10") in storage.renamed
+    assert checkpoints.steps() == [20, 30]
+    assert storage.synced.count(tmp_path) == 1, "an existing folder is not synced again"
 
 
 @pytest.mark.parametrize("after", [False, True])

@@ -67,19 +67,29 @@ class EpisodePlayer:
         self._max_tokens = min(budget.max_tokens, max_length)
         self._clock = clock
 
-    async def play(self, rollout: Rollout, task: Task, slot: int | None = None) -> Rollout:
-        """Play `task` once and return the finished record: scored, aborted or failed."""
+    async def play(
+        self,
+        rollout: Rollout,
+        task: Task,
+        slot: int | None = None,
+        progress: Callable[[str], None] = lambda waiting_for: None,
+    ) -> Rollout:
+        """Play `task` once and return the finished record: scored, aborted or failed.
+
+        `progress` hears before each wait what is waited for: a sign of life.
+        """
         recorder = TurnRecorder()
         messages: list[Message] = []
         episode: Episode | None = None
         try:
             with _named("environment"):
                 episode = self._environment.episode(task)
-            ending = await self._turns(rollout, episode, recorder, messages, slot)
+            ending = await self._turns(rollout, episode, recorder, messages, slot, progress)
             if ending == "aborted":
                 return self._finish(rollout, recorder, messages, status="aborted", state="finished")
             with _named("engine"):
                 recorder.check()
+            progress("its score")
             score, info = await _score(episode)
         except RolloutError as error:
             failure = Failure(boundary=_boundary(error.boundary), reason=_storable_text(error.reason))
@@ -100,22 +110,30 @@ class EpisodePlayer:
         )
 
     async def _turns(
-        self, rollout: Rollout, episode: Episode, recorder: TurnRecorder, messages: list[Message], slot: int | None
+        self,
+        rollout: Rollout,
+        episode: Episode,
+        recorder: TurnRecorder,
+        messages: list[Message],
+        slot: int | None,
+        progress: Callable[[str], None],
     ) -> str:
         """Alternate action and observation until the episode ends; says how: terminated, truncated or aborted."""
         deadline = self._clock.monotonic() + self._budget.max_seconds
+        progress("the environment's reset")
         first = await _bounded(episode.reset, "environment")
         with _named("environment"):
             _keep(messages, first)
         with _named("renderer"):
             prompt = self._rendering.prompt(messages, episode.tools)
-        for _ in range(self._budget.max_turns):
+        for turn in range(self._budget.max_turns):
             room = self._max_tokens - len(prompt)
             seconds = deadline - self._clock.monotonic()
             if room <= 0 or seconds <= 0:
                 return "truncated"
             with _named("renderer"):
                 recorder.prompt(prompt)
+            progress(f"turn {turn + 1} at the engine")
             completion, out_of_time = await self._sample(rollout, prompt, room, seconds, slot)
             with _named("engine"):
                 recorder.action(completion, self._clock.now())
@@ -127,6 +145,7 @@ class EpisodePlayer:
             if completion.finish_reason == "length":
                 # A cut action was not finished, so it is not executed: its text may mean something else.
                 return "truncated"
+            progress("the environment's answer")
             result = await _bounded(partial(episode.step, action), "environment")
             with _named("environment"):
                 recorder.observed(_checked_reward(result.reward, "step"), self._clock.now())

@@ -22,7 +22,9 @@ from typing import Any, NoReturn
 
 from soloist.config import RunConfig
 from soloist.errors import RunError
-from soloist.runtime.places import Lease, Places, Refusal
+from soloist.runtime.leases import Journal, Lease, NoJournal
+from soloist.runtime.ledger_rows import Frontier
+from soloist.runtime.places import Places
 from soloist.runtime.staleness import Admission
 from soloist.runtime.tasks import TaskSource
 from soloist.seams import Clock, SystemClock
@@ -44,13 +46,14 @@ class RolloutBuffer:
         clock: Clock | None = None,
         on_stall: Callable[[str], None] = lambda report: None,
         on_abort: Callable[[list[str]], None] = lambda rollout_ids: None,
+        journal: Journal | None = None,
         sort_by_place: bool | None = None,
         poll_seconds: float = 1.0,
     ) -> None:
         """`sort_by_place` follows `config.deterministic` when None; waiters look at the clock every `poll_seconds`."""
         self._health = config.health
         self._clock = clock or SystemClock()
-        self._places = Places(config, source, self._clock, on_abort)
+        self._places = Places(config, source, self._clock, on_abort, journal or NoJournal())
         self._on_stall = on_stall
         self._sorted = config.deterministic if sort_by_place is None else sort_by_place
         self._poll_seconds = poll_seconds
@@ -79,10 +82,8 @@ class RolloutBuffer:
             await self._change()
             self._report_idle_learner()
 
-    async def put(self, lease: Lease, rollout: Rollout) -> list[Refusal]:
-        """Take an ended rollout back; a result that nobody awaits any more is ignored.
-
-        Returns scored rollouts that won't be trained after all, with fate and reason, for the ledger.
+    async def put(self, lease: Lease, rollout: Rollout) -> None:
+        """Take an ended rollout back; a result that nobody awaits any more is ignored and counted as late.
 
         Raises RunError when too many attempts failed or a version stamp is impossible (the run is over then), and
         ValueError for a rollout that isn't the lease's or hasn't ended.
@@ -94,7 +95,6 @@ class RolloutBuffer:
             self._end(error)
         self._stop_if_failing()
         self.wake()
-        return self._places.take_refused()
 
     async def take(self, version: int) -> list[Rollout]:
         """Wait until the step that trains `version` is full; its rollouts in order of occupation (or of place).
@@ -139,9 +139,28 @@ class RolloutBuffer:
         """No more leases and steps; whoever waits gets a RunError."""
         self.fail(RunError(f"the buffer was closed before step {self.admission.step}"))
 
-    def note(self, lease: Lease, waiting_for: str, finished: bool = False) -> None:
-        """Say what a rollout waits for, for stall reports; `finished` once only its score is missing."""
-        self._places.note(lease, waiting_for, finished)
+    def note(self, lease: Lease, waiting_for: str, finished: bool = False) -> bool:
+        """A sign of life: what a rollout waits for, for stall reports; renews its lease. False when that is over.
+
+        `finished` once its result is at hand: such a lease does not expire any more.
+        """
+        return self._places.note(lease, waiting_for, finished)
+
+    def holds(self, lease: Lease) -> bool:
+        """Whether the lease is still in force."""
+        return self._places.holds(lease)
+
+    def refused(self) -> None:
+        """Count a result that the ledger's fence turned away."""
+        self._places.tally.late += 1
+
+    def expire(self) -> None:
+        """End leases without a sign of life, so that others can play their places. Waiters do it, too."""
+        told = self._places.expire()
+        if told:
+            others = f" and {len(told) - 1} others" if told[1:] else ""
+            self._on_stall(f"given up without a sign of life, to be played again: {told[0]}{others}")
+            self.wake()
 
     def conservation(self) -> dict[str, int]:
         """Attempts by state; `attempts` equals the sum of the others."""
@@ -164,12 +183,15 @@ class RolloutBuffer:
         return self._places.describe()
 
     def state(self) -> dict[str, Any]:
-        """JSON-able: the next step and the task source. Rollouts under way or untrained are not part of it."""
+        """JSON-able: the next step and the task source, for people; the ledger is what a resume reads."""
         return self._places.state()
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from `state`; what wasn't trained then is leased again, first. Raises ValueError after a lease."""
-        self._places.load_state(state)
+    def restore(self, frontier: Frontier) -> None:
+        """Continue where a ledger says: untrained rollouts are back, open tasks are leased again, first.
+
+        Raises ValueError after a lease.
+        """
+        self._places.restore(frontier)
 
     # Waiting, and what may end it.
 
@@ -185,7 +207,7 @@ class RolloutBuffer:
             async with asyncio.timeout(self._poll_seconds):
                 await changed.wait()
         except TimeoutError:
-            return
+            self.expire()
 
     def _report_stall(self, began: float) -> None:
         now = self._clock.monotonic()

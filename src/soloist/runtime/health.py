@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import ParamSpec, TypeVar
 
+import psutil
+
 from soloist.seams import Clock, SystemClock
 
 P = ParamSpec("P")
@@ -106,6 +108,17 @@ class WorkerThread:
         """Let the calls under way end, then end the thread. Safe to call twice."""
         # In another thread, because waiting for the calls under way would block the loop.
         await asyncio.to_thread(self._executor.shutdown, True)
+
+
+def resources() -> dict[str, float | None]:
+    """Memory and open files of this process, as metrics: what grows with the steps leaks."""
+    process = psutil.Process()
+    with process.oneshot():
+        return {
+            "process/rss_mb": process.memory_info().rss / 2**20,
+            "process/open_files": float(process.num_fds()),
+            "process/threads": float(process.num_threads()),
+        }
 
 
 @asynccontextmanager

@@ -7,7 +7,8 @@ Invariant, after every call: attempts = running + finished + scored + trained + 
 
 Guarantees: a failure is never handed out for training, nor is a rollout without action tokens or with a reward that is
 not finite; an attempt's record starts empty; a result that nobody waits for any more is ignored; every rollout handed
-out obeys the staleness bound of `wait` and `drop`.
+out obeys the staleness bound of `wait` and `drop`; what changes an attempt's fate is told to the journal before the
+place is leased again.
 Not covered: waiting and deadlines (`buffer.py`), the step a unit may enter (`staleness.py`), durability (`ledger.py`).
 """
 
@@ -15,70 +16,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from soloist.config import RunConfig
 from soloist.errors import RunError
 from soloist.metrics import mean
+from soloist.runtime.leases import Journal, Lease, Running, Unit
+from soloist.runtime.ledger_rows import Frontier
 from soloist.runtime.staleness import Admission
 from soloist.runtime.tally import Tally
 from soloist.runtime.tasks import TaskSource
 from soloist.seams import Clock
-from soloist.types import Failure, Record, Rollout, Task
-
-Refusal = tuple[Rollout, Literal["failed", "dropped"], str]
-"""A scored rollout that won't be trained, its fate and the reason."""
-
-
-class Lease(Record, frozen=True, kw_only=True):
-    """The right to play one rollout, and the names that it must carry.
-
-    Example: `Lease(unit=3, group_id="g3", rollout_id="r3", place=3, attempt=0, task=task, step=1, version=0)`.
-    """
-
-    unit: int
-    """Index of the task; the unit of admission."""
-    group_id: str
-    rollout_id: str
-    place: int
-    """Number of the rollout among all: unit · group_size + member. Also its key in the random stream."""
-    attempt: int
-    """How many attempts at this place came before."""
-    task: Task
-    step: int
-    """The step that the place was reserved in; the rollout may be trained in another one within its bound."""
-    version: int
-    """Version of the engine when the rollout was leased."""
-
-
-@dataclass(kw_only=True)
-class _Running:
-    """A lease under way, with what a stall report says about it."""
-
-    lease: Lease
-    since: float
-    waiting_for: str = "its first turn"
-    finished: bool = False
-
-
-@dataclass(kw_only=True)
-class _Unit:
-    """A group under way: each member is pending, running or scored."""
-
-    index: int
-    task: Task
-    step: int
-    attempts: list[int]
-    pending: list[int]
-    running: dict[int, _Running] = field(default_factory=dict)
-    scored: dict[int, tuple[Rollout, float]] = field(default_factory=dict)
-    doomed: str = ""
-    """Fate of its rollouts once the group lost its place; it then waits for its running members to come home."""
-    reason: str = ""
-    """Why it lost it, for the quarantine."""
+from soloist.types import Failure, Rollout, Task
 
 
 class Places:
@@ -88,18 +39,23 @@ class Places:
     """
 
     def __init__(
-        self, config: RunConfig, source: TaskSource, clock: Clock, on_abort: Callable[[list[str]], None]
+        self,
+        config: RunConfig,
+        source: TaskSource,
+        clock: Clock,
+        on_abort: Callable[[list[str]], None],
+        journal: Journal,
     ) -> None:
         self.source = source
+        self._journal = journal
         self._config = config
         self._size = config.group_size
         self._clock = clock
         self._on_abort = on_abort
         self.admission = self._new_admission(step=0)
-        self._refused: list[Refusal] = []
         self.tally = Tally(window=config.rollouts_per_step)
-        self._units: dict[int, _Unit] = {}
-        self._tries: dict[int, list[int]] = {}  # attempts so far of units that were given back
+        self._units: dict[int, Unit] = {}
+        self._counts: dict[int, tuple[list[int], list[int]]] = {}  # attempts and tries of units that were given back
         self.ages_s: list[float] = []
         """Seconds between scoring and training of the rollouts consumed last."""
 
@@ -115,9 +71,7 @@ class Places:
             return None
         self.source.lease()
         # Reserved before it is taken from the source: a task without a place stays where it is.
-        attempts = self._tries.pop(index, [0] * self._size)
-        unit = _Unit(index=index, task=task, step=step, attempts=attempts, pending=list(range(self._size)))
-        self._units[index] = unit
+        unit = self._new_unit(index, task, step)
         return self._issue(unit, version)
 
     def settle(self, lease: Lease, rollout: Rollout) -> None:
@@ -143,22 +97,38 @@ class Places:
         if failure is not None:
             self.tally.failed(failure, length)
             if rollout.failure is None:
-                self._refused.append((rollout, "failed", f"{failure.boundary}: {failure.reason}"))
+                self._refuse(rollout, failure)
             self._retry(unit, member, f"{failure.boundary}: {failure.reason}")
         elif unit.doomed or rollout.status == "aborted":
             self.tally.dropped(unit.doomed or "aborted", length)
             if unit.doomed:
-                self._refused.append((rollout, "dropped", unit.doomed))
+                self._journal.dropped(rollout, "dropped", unit.doomed)
             self._retry(unit, member, "aborted")
         else:
             self.tally.scored(length)
             unit.scored[member] = (rollout, self._clock.monotonic())
             self._occupy_if_complete(unit)
 
-    def take_refused(self) -> list[Refusal]:
-        """Scored rollouts that won't be trained after all, since the last call, with fate and reason."""
-        refused, self._refused = self._refused, []
-        return refused
+    def expire(self) -> list[str]:
+        """End the leases that gave no sign of life for `health.lease_seconds`; their places are leased again.
+
+        Returns who it was and what for it waited, one text each.
+        """
+        now = self._clock.monotonic()
+        told = []
+        for running in self._all_running():
+            if running.finished or running.expires > now:
+                continue
+            lease = running.lease
+            reason = f"lease expired while it waited for {running.waiting_for}"
+            self._journal.expired(lease.rollout_id, lease.attempt, reason)
+            self.tally.dropped("expired", 0)
+            unit, member = self._units[lease.unit], lease.place % self._size
+            del unit.running[member]
+            self._on_abort([lease.rollout_id])
+            self._retry(unit, member, reason)
+            told.append(f"{lease.rollout_id} (attempt {lease.attempt}): {reason}")
+        return told
 
     def consume(self) -> list[Rollout]:
         """The current step's rollouts in order of occupation, marked as trained at it; goes on to the next step.
@@ -181,11 +151,20 @@ class Places:
             self._doom(self._units[index], "stale", "stale")
         return [msgspec.structs.replace(rollout, state="trained", trained_step=step) for rollout, _ in pairs]
 
-    def note(self, lease: Lease, waiting_for: str, finished: bool) -> None:
-        """Say what a running rollout waits for; `finished` once only its score is missing."""
+    def note(self, lease: Lease, waiting_for: str, finished: bool) -> bool:
+        """A sign of life: say what a running rollout waits for, and renew its lease. False: the lease is over.
+
+        `finished` once the episode is over: such a lease does not expire any more.
+        """
         running = self._find(lease)
         if running is not None:
             running.waiting_for, running.finished = waiting_for, finished
+            running.expires = self._clock.monotonic() + self._config.health.lease_seconds
+        return running is not None
+
+    def holds(self, lease: Lease) -> bool:
+        """Whether the lease is still in force."""
+        return self._find(lease) is not None
 
     def scored_count(self) -> int:
         """Rollouts that are scored and not yet trained, members of incomplete groups included."""
@@ -235,32 +214,64 @@ class Places:
         return {**self.tally.step_metrics(), "queue/age_s": mean(self.ages_s)}
 
     def state(self) -> dict[str, Any]:
-        """JSON-able: step, task source and tries. Rollouts are not in it; what wasn't trained is played again."""
-        # Units under way keep their tries, or a poison task would start from zero at each resume.
-        tries = {**self._tries, **{unit.index: unit.attempts for unit in self._units.values()}}
-        return {
-            "step": self.admission.step,
-            "source": self.source.state(),
-            "tries": [[index, list(attempts)] for index, attempts in sorted(tries.items()) if any(attempts)],
-            "dropped": self.tally.dropped_before + self.tally.ended["dropped"],
-        }
+        """JSON-able, for a snapshot to be read by people: step and task source. The ledger is what a resume reads."""
+        return {"step": self.admission.step, "source": self.source.state()}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Continue before step `state["step"]` with nothing under way. Raises ValueError if something is."""
+    def restore(self, frontier: Frontier) -> None:
+        """Continue where a ledger says. Finished but untrained rollouts take their places again, oldest version first.
+
+        One that no step may train any more (its bound, or settings that changed) is dropped and played again. Raises
+        ValueError when something is under way.
+        """
         if self._units:
-            raise ValueError(f"{len(self._units)} units are under way; load the state before anything is leased")
-        self.admission = self._new_admission(state["step"])
-        self.source.load_state(state["source"])
-        self._tries = {index: list(attempts) for index, attempts in state["tries"]}
-        self.tally.dropped_before = state["dropped"]
+            raise ValueError(f"{len(self._units)} units are under way; restore before anything is leased")
+        self.admission = self._new_admission(frontier.step)
+        self.source.restore(frontier.next_unit, frontier.open_units, frontier.quarantined)
+        self.tally.dropped_before = frontier.dropped
+        for index in frontier.open_units:
+            places = range(index * self._size, (index + 1) * self._size)
+            attempts = [frontier.attempts.get(place, 0) for place in places]
+            self._counts[index] = (attempts, [frontier.tries.get(place, 0) for place in places])
+        units: dict[int, list[Rollout]] = {}
+        for rollout in frontier.scored:
+            flaw = self._flaw(rollout)
+            if flaw is None:
+                units.setdefault(rollout.place // self._size, []).append(rollout)
+            else:
+                self._refuse(rollout, flaw)
+        for index, rollouts in sorted(units.items(), key=lambda pair: (_oldest(pair[1]), pair[0])):
+            self._restore_unit(index, rollouts)
 
     # Units.
+
+    def _new_unit(self, index: int, task: Task, step: int) -> Unit:
+        attempts, tries = self._counts.pop(index, ([0] * self._size, [0] * self._size))
+        pending = list(range(self._size))
+        unit = Unit(index=index, task=task, step=step, attempts=attempts, tries=tries, pending=pending)
+        self._units[index] = unit
+        return unit
+
+    def _restore_unit(self, index: int, rollouts: list[Rollout]) -> None:
+        whole, oldest = len(rollouts) == self._size, _oldest(rollouts)
+        # A group with members missing reserves a place as if it were leased now; a whole one needs no lease.
+        step = self.admission.restore(index, oldest) if whole else self.admission.reserve(index, oldest, restored=True)
+        if step is None:
+            for rollout in rollouts:
+                self._journal.dropped(rollout, "dropped", "stale")
+                self.tally.dropped_before += 1
+                self._counts[index][1][rollout.place % self._size] += 1
+            return
+        unit = self._new_unit(index, self.source.claim(index), step)
+        now = self._clock.monotonic()
+        unit.scored = {rollout.place % self._size: (rollout, now) for rollout in rollouts}
+        unit.pending = [member for member in unit.pending if member not in unit.scored]
+        self.tally.attempts += len(rollouts)
 
     def _new_admission(self, step: int) -> Admission:
         c = self._config
         return Admission(c.rollouts_per_step, c.max_staleness, c.on_stale, unit_size=c.group_size, step=step)
 
-    def _issue(self, unit: _Unit, version: int) -> Lease:
+    def _issue(self, unit: Unit, version: int) -> Lease:
         member = unit.pending.pop(0)
         place = unit.index * self._size + member
         lease = Lease(
@@ -273,52 +284,66 @@ class Places:
             step=unit.step,
             version=version,
         )
-        unit.running[member] = _Running(lease=lease, since=self._clock.monotonic())
+        now = self._clock.monotonic()
+        unit.running[member] = Running(lease=lease, since=now, expires=now + self._config.health.lease_seconds)
+        unit.attempts[member] += 1
         self.tally.attempts += 1
         return lease
 
-    def _find(self, lease: Lease) -> _Running | None:
+    def _find(self, lease: Lease) -> Running | None:
         unit = self._units.get(lease.unit)
         running = unit.running.get(lease.place % self._size) if unit is not None else None
         return running if running is not None and running.lease.attempt == lease.attempt else None
 
-    def _all_running(self) -> list[_Running]:
+    def _all_running(self) -> list[Running]:
         return [running for unit in self._units.values() for running in unit.running.values()]
 
-    def _judge(self, unit: _Unit, rollout: Rollout) -> Failure | None:
+    def _judge(self, unit: Unit, rollout: Rollout) -> Failure | None:
         """Why a rollout can't be trained, or None. Raises RunError for impossible version stamps."""
         if rollout.failure is not None or rollout.status == "failed":
             return rollout.failure or Failure(boundary="environment", reason="failed without a reason")
         if rollout.status == "aborted" or unit.doomed:
             return None
-        if rollout.action_tokens == 0:
-            return Failure(boundary="empty", reason="no action token")
-        if rollout.reward is None or not math.isfinite(rollout.reward):
-            return Failure(boundary="scorer", reason=f"reward {rollout.reward} is not a finite number")
-        oldest = rollout.oldest_version
-        if oldest is None or not 0 <= oldest <= self.admission.step:
-            raise RunError(
-                f"rollout {rollout.rollout_id} from engine '{rollout.engine}' has oldest version {oldest} at step "
-                f"{self.admission.step}; every action token needs the version of weights that were published"
-            )
+        flaw = self._flaw(rollout)
+        if flaw is not None and flaw.boundary == "engine":
+            self._refuse(rollout, flaw)
+            raise RunError(f"rollout {rollout.rollout_id} from engine '{rollout.engine}' has {flaw.reason}")
+        if flaw is not None:
+            return flaw
+        oldest = _oldest([rollout])
         # Under `wait` the place was promised for the version at the lease; an engine that fell back breaks that.
         if self.admission.mode == "wait" and not self.admission.join(unit.index, oldest):
             return Failure(boundary="engine", reason=f"sampled by version {oldest}, older than when it was leased")
         return None
 
-    def _occupy_if_complete(self, unit: _Unit) -> None:
+    def _flaw(self, rollout: Rollout) -> Failure | None:
+        """Why a scored rollout must not be trained whatever its place, or None."""
+        if rollout.action_tokens == 0:
+            return Failure(boundary="empty", reason="no action token")
+        if rollout.reward is None or not math.isfinite(rollout.reward):
+            return Failure(boundary="scorer", reason=f"reward {rollout.reward} is not a finite number")
+        oldest, step = rollout.oldest_version, self.admission.step
+        if oldest is None or not 0 <= oldest <= step:
+            rule = "every action token needs the version of weights that were published"
+            return Failure(boundary="engine", reason=f"oldest version {oldest} at step {step}; {rule}")
+        return None
+
+    def _refuse(self, rollout: Rollout, flaw: Failure) -> None:
+        self._journal.dropped(rollout, "failed", f"{flaw.boundary}: {flaw.reason}", flaw.boundary)
+
+    def _occupy_if_complete(self, unit: Unit) -> None:
         if len(unit.scored) < self._size:
             return
-        oldest = min(rollout.oldest_version or 0 for rollout, _ in unit.scored.values())
+        oldest = _oldest([rollout for rollout, _ in unit.scored.values()])
         if self.admission.occupy(unit.index, oldest) is None:
             self._doom(unit, "stale", "stale")
 
-    def _retry(self, unit: _Unit, member: int, reason: str) -> None:
+    def _retry(self, unit: Unit, member: int, reason: str) -> None:
         """Another attempt for the member. A group with nothing else to keep gives its place back and starts over."""
-        unit.attempts[member] += 1
+        unit.tries[member] += 1
         if unit.doomed:
             self._retire(unit)
-        elif unit.attempts[member] >= self._config.rollout.attempts:
+        elif unit.tries[member] >= self._config.rollout.attempts:
             # The step must not wait for the doomed group while its other members come home.
             self.admission.release(unit.index)
             self._doom(unit, "group", reason)
@@ -329,33 +354,34 @@ class Places:
             self.admission.release(unit.index)
             self._give_back(unit)
 
-    def _doom(self, unit: _Unit, fate: str, reason: str) -> None:
+    def _doom(self, unit: Unit, fate: str, reason: str) -> None:
         """The unit has lost its place: its scored rollouts are dropped for `fate`, its running ones aborted."""
         unit.doomed, unit.reason = fate, reason
         unit.pending.clear()
         for member, (rollout, _) in unit.scored.items():
             self.tally.dropped(fate, rollout.action_tokens, scored_before=True)
-            self._refused.append((rollout, "dropped", fate))
-            unit.attempts[member] += 1
+            self._journal.dropped(rollout, "dropped", fate)
+            unit.tries[member] += 1
         unit.scored.clear()
         if unit.running:
             self._on_abort([running.lease.rollout_id for running in unit.running.values()])
         self._retire(unit)
 
-    def _retire(self, unit: _Unit) -> None:
+    def _retire(self, unit: Unit) -> None:
         """Forget a doomed unit once its last member has come home: play its task again, or give it up."""
         # Leased again any earlier, two attempts of one rollout would run under one id.
         if unit.running:
             return
-        if max(unit.attempts) < self._config.rollout.attempts:
+        if max(unit.tries) < self._config.rollout.attempts:
             self._give_back(unit)
             return
         del self._units[unit.index]
         self.source.quarantine(unit.index, unit.reason)
+        self._journal.quarantined(unit.index, unit.reason)
 
-    def _give_back(self, unit: _Unit) -> None:
+    def _give_back(self, unit: Unit) -> None:
         del self._units[unit.index]
-        self._tries[unit.index] = unit.attempts
+        self._counts[unit.index] = (unit.attempts, unit.tries)
         self.source.give_back(unit.index)
 
     def _check_staleness(self, rollout: Rollout, step: int) -> None:
@@ -369,3 +395,8 @@ class Places:
                 f"rollout {rollout.rollout_id} has staleness {staleness} at step {step}, outside 0 … max_staleness = "
                 f"{c.max_staleness} (on_stale = '{c.on_stale}'); this is a bug of the admission or of the engine"
             )
+
+
+def _oldest(rollouts: list[Rollout]) -> int:
+    """Oldest version in a group whose rollouts all have one."""
+    return min(rollout.oldest_version or 0 for rollout in rollouts)

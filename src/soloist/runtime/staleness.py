@@ -67,10 +67,11 @@ class Admission:
 
     # Units come and go.
 
-    def reserve(self, unit: int, version: int) -> int | None:
+    def reserve(self, unit: int, version: int, *, restored: bool = False) -> int | None:
         """Reserve the latest feasible step b ≤ version + η for a unit that an engine of `version` will serve.
 
-        None: no place now, ask again after a change. In `train` mode the step is an estimate, nothing is held.
+        None: no place now, ask again after a change. In `train` mode the step is an estimate, nothing is held; there
+        `restored` units pass the limit on production: a step that a crash took back makes them one step too many.
         Raises ValueError for a unit that is already here and for a version of the future.
         """
         if unit in self._bounds or any(unit in units for units in self._occupied.values()):
@@ -80,7 +81,7 @@ class Admission:
         if version <= self._refused:
             return None
         bound = version + self.max_staleness
-        step = self._open_step() if self.mode == "train" else self._latest_place(bound)
+        step = self._open_step(restored) if self.mode == "train" else self._latest_place(bound)
         if step is None:
             self._refused = version
             return None
@@ -133,6 +134,18 @@ class Admission:
             self._dropped += 1
             return None
         self._occupied.setdefault(step, []).append(unit)
+        return step
+
+    def restore(self, unit: int, oldest_version: int) -> int | None:
+        """Give a unit that was scored in an earlier life the earliest feasible step, or None when none is left.
+
+        Restored in order of their oldest version, all find a place that had one: the earliest bound goes first.
+        """
+        self._refuse_future(unit, oldest_version)
+        step = self._earliest_place(oldest_version + self.max_staleness)
+        if step is not None:
+            self._attempts += 1
+            self._occupied.setdefault(step, []).append(unit)
         return step
 
     def release(self, unit: int) -> None:
@@ -250,11 +263,11 @@ class Admission:
                 return step
         return None
 
-    def _open_step(self) -> int | None:
+    def _open_step(self, unlimited: bool) -> int | None:
         """`train` mode: (η + 1) · capacity rollouts may be under way; the step that the next one would fall into."""
         per_step = self.capacity // self.unit_size
         under_way = len(self._bounds) + sum(map(len, self._occupied.values()))
-        if under_way >= (self.max_staleness + 1) * per_step:
+        if not unlimited and under_way >= (self.max_staleness + 1) * per_step:
             return None
         return self.step + under_way // per_step
 

@@ -1,14 +1,14 @@
 """Where the next task comes from: indices 0, 1, 2 … in order, with those that must be played again first.
 
 Guarantees: tasks = pending + leased + trained + quarantined at every moment, counted over indices handed out so far;
-after `load_state` exactly the indices that were leased or pending come again, none is skipped and none comes twice.
+after `restore` exactly the indices that were leased or pending come again, none is skipped and none comes twice.
 Not covered: how often a task is tried (`buffer.py`), and what a task is (`environments/`).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from soloist.types import Task
@@ -45,6 +45,19 @@ class TaskSource:
         self._leased.add(index)
         self._looked_at = None
         return index, task
+
+    def claim(self, index: int) -> Task:
+        """Take an index that waits to be handed out again, as if it had been leased now: its rollouts are at hand.
+
+        Raises ValueError unless it waits.
+        """
+        if index not in self._returned:
+            raise ValueError(f"task {index} doesn't wait to be handed out again; waiting are {sorted(self._returned)}")
+        self._returned.remove(index)
+        heapq.heapify(self._returned)
+        self._leased.add(index)
+        self._looked_at = None
+        return self._train_task(index)
 
     def give_back(self, index: int) -> None:
         """The task must be played again; it comes before new ones. Raises ValueError unless it is leased."""
@@ -84,13 +97,13 @@ class TaskSource:
             "quarantined": [[index, reason] for index, reason in sorted(self._quarantined.items())],
         }
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from `state`: what was under way is handed out again, oldest first."""
-        self._next = state["next"]
+    def restore(self, next_index: int, open_indices: Iterable[int], quarantined: Mapping[int, str]) -> None:
+        """Continue where a ledger says: what was under way is handed out again, oldest first, before new indices."""
+        self._next = next_index
         # A sorted list is a heap.
-        self._returned = sorted(state["open"])
+        self._returned = sorted(open_indices)
         self._leased = set()
-        self._quarantined = dict(state["quarantined"])
+        self._quarantined = dict(quarantined)
         self._looked_at = None
 
     def _end(self, index: int) -> None:

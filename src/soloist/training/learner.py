@@ -13,6 +13,7 @@ Not covered: threads (`learner_thread.py`) and where rollouts come from.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ from soloist.models.packed import packs
 from soloist.models.policy import action_log_probs
 from soloist.models.rows import MicroBatch
 from soloist.models.value import ValueModel, freeze_parameters
+from soloist.seams import fault_point
+from soloist.training.fingerprint import fingerprint
 from soloist.training.pack import (
     RolloutArrays,
     StepBatch,
@@ -47,6 +50,7 @@ from soloist.training.pack import (
     rollout_arrays,
     states_after_the_end,
 )
+from soloist.training.random_state import load_random_state, random_state
 from soloist.training.samples import TokenTable, taught
 from soloist.types import Rollout, WeightsRef
 
@@ -54,6 +58,8 @@ READY_LIMIT = 4096  # rollouts prepared ahead of their step
 
 Metrics = dict[str, float | None]
 State = dict[str, tuple[dict[str, Tensor], dict[str, Any]]]
+
+_log = logging.getLogger("soloist.learner")
 
 
 class Learner:
@@ -248,11 +254,17 @@ class Learner:
             optimizer.zero_grad(set_to_none=True)
             bad = (~outputs_T.isfinite()).nonzero().flatten().tolist()
             names = sorted({step.batch.rollout_ids[int(step.batch.rollout_T[token])] for token in bad})
-            raise RunError(
+            report = (
                 f"the gradient norm is {norm} at version {self.version}; nothing was updated. Rollouts with non-finite "
                 f"outputs: {', '.join(names) or 'none, so the loss itself overflowed'}"
             )
+            if self.config.health.on_non_finite == "stop":
+                raise RunError(report)
+            _log.warning("this update is skipped: %s", report)
+            return norm
+        fault_point("optimizer:before")
         optimizer.step()
+        fault_point("optimizer:after")
         optimizer.zero_grad(set_to_none=True)
         return norm
 
@@ -277,15 +289,22 @@ class Learner:
         return WeightsRef(path=str(path), version=self.version, sha256=digest)
 
     def state(self) -> State:
-        """Everything with memory, as named (tensors, JSON) parts."""
+        """A copy of everything with memory, as named (tensors, JSON) parts."""
+        return {**self._trained_state(), "rng": random_state()}
+
+    def fingerprint(self) -> str:
+        """A hash of weights, optimizers and counters. Random states are left out: others draw from them, too."""
+        return fingerprint(self._trained_state(copied=False))
+
+    def _trained_state(self, copied: bool = True) -> State:
         counters = {
             "version": self.version,
             "policy_updates": self._policy_updates,
             "value_updates": self._value_updates,
         }
         return {
-            "policy": (_tensors(self.policy), counters),
-            "value": (_tensors(self.value), {}),
+            "policy": (_tensors(self.policy, copied), counters),
+            "value": (_tensors(self.value, copied), {}),
             "policy_optimizer": optimizer_state(self._policy_optimizer, self.policy.named_parameters()),
             "value_optimizer": optimizer_state(self._value_optimizer, self.value.named_parameters()),
         }
@@ -300,6 +319,7 @@ class Learner:
         self.version = int(counters["version"])
         self._policy_updates = int(counters["policy_updates"])
         self._value_updates = int(counters["value_updates"])
+        load_random_state(state["rng"])
         self._step = None
 
 
@@ -369,8 +389,9 @@ def _advantage_metrics(advantages_T: Tensor) -> Metrics:
     }
 
 
-def _tensors(module: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+def _tensors(module: torch.nn.Module, copied: bool) -> dict[str, Tensor]:
+    found = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    return {name: tensor.clone() for name, tensor in found.items()} if copied else found
 
 
 @torch.no_grad()

@@ -57,6 +57,14 @@ class LearnerThread:
         """See `Learner.publish`."""
         return await self._thread.call(self._learner.publish, folder)
 
+    async def fingerprint(self) -> str:
+        """See `Learner.fingerprint`."""
+        return await self._thread.call(self._learner.fingerprint)
+
+    async def load_state(self, state: State) -> None:
+        """See `Learner.load_state`."""
+        await self._thread.call(self._learner.load_state, state)
+
     async def state(self) -> State:
         """See `Learner.state`."""
         return await self._thread.call(self._learner.state)

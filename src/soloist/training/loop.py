@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 
-from soloist.training.setup import Run
+from soloist.training.run import Run
 
 
 async def train(run: Run) -> None:
@@ -39,5 +39,6 @@ async def play(run: Run) -> None:
     """Play one rollout after another, for ever. A rollout that breaks is data; it never ends the player."""
     while True:
         lease = await run.buffer.lease(lambda: run.engines.version)
-        rollout = await run.episodes.play(await run.started(lease), lease.task, run.slot_of(lease))
-        await run.ended(lease, rollout)
+        rollout = await run.played(lease)
+        if rollout is not None:  # else its lease ran out, and the place is somebody else's
+            await run.ended(lease, rollout)

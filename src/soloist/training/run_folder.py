@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import fcntl
 import json
+import time
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from soloist.config import RunConfig, build_config
 from soloist.config_files import dump_config
@@ -21,6 +22,8 @@ from soloist.seams import Storage
 
 # Changing these in the middle of a run would mix two runs in one folder.
 FIXED = ("seed", "model", "environment", "rollouts_per_step", "group_size")
+LOCK_SECONDS = 3.0
+"""How long a held lock is tried again: a child that a killed run was just starting has it until its program begins."""
 
 
 class RunFolder:
@@ -97,8 +100,17 @@ class RunFolder:
         """Hold the folder. Raises UserError when another process does; the lock dies with its holder."""
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / ".lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise UserError(f"{self.path} is in use by another process; wait for it or choose --name") from error
+            self._lock(file)
             yield
+
+    def _lock(self, file: TextIO) -> None:
+        end = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if time.monotonic() >= end:
+                    raise UserError(
+                        f"{self.path} is in use by another process; wait for it or choose --name"
+                    ) from error
+            time.sleep(0.02)

@@ -8,14 +8,14 @@ only what the stages before it left in the run folder.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from soloist.config import RunConfig
-from soloist.engines.pool import EngineSet
 from soloist.environments.registry import build_environment
 from soloist.errors import RunError, UserError
 from soloist.metrics import MetricsLog, mean, read_metrics
@@ -23,25 +23,21 @@ from soloist.models.folders import check_model_folder
 from soloist.models.loading import load_policy
 from soloist.models.tiny import build_tiny
 from soloist.models.value import ValueModel
-from soloist.runtime.buffer import RolloutBuffer
-from soloist.runtime.health import EventLoopDelay
-from soloist.runtime.ledger import Ledger
-from soloist.runtime.tasks import TaskSource
 from soloist.seams import Clock, Storage, SystemClock, sha256_of
 from soloist.training.checkpoint import Checkpoints
+from soloist.training.durable import Job, train_durably
 from soloist.training.evaluation import evaluate, play_tasks
 from soloist.training.learner_thread import LearnerThread
-from soloist.training.loop import train
 from soloist.training.observer import Observer, log_as_notes
 from soloist.training.origin import record_origin
 from soloist.training.pretrain_value import ValuePretraining, shuffled, store_rollouts, stored_rollouts
 from soloist.training.run_folder import RunFolder
-from soloist.training.samples import Samples
-from soloist.training.setup import Bench, Run, build_learner, build_rendered, open_bench, probe_parity
+from soloist.training.setup import Bench, TrainingBench, build_learner, build_rendered, open_bench
 from soloist.training.sft import run_sft
-from soloist.training.stopwatch import Stopwatch
 from soloist.training.weights import PublishedWeights
 from soloist.types import Rollout, WeightsRef
+
+T = TypeVar("T")
 
 STAGES = ("sft", "pretrain-value", "train", "eval")
 # Tasks of value pretraining lie far away from those of RL, so that the critic is not fitted to RL's first epoch.
@@ -167,105 +163,27 @@ async def _play_for_critic(context: _Context, bench: Bench) -> list[Rollout]:
 
 
 def _train(context: _Context) -> dict[str, Any]:
+    config, folder = context.config, context.folder
     model = context.require_sft_model()
-    learner = build_learner(context.config, context.folder)
-    checkpoints = Checkpoints(context.folder.checkpoints, storage=context.storage)
-    found = checkpoints.load_newest(context.observer.note)
-    progress: dict[str, Any] = {"step": 0}
-    if found is not None:
-        progress = found[1].pop("progress")[1]
-        learner.load_state(found[1])
-        context.observer.note(f"train goes on at step {progress['step']}")
-    if progress["step"] > context.config.steps:
-        raise UserError(
-            f"{context.folder.path} has {progress['step']} steps already, found steps = {context.config.steps}; give "
-            "at least as many, or choose another --name"
-        )
-    weights = PublishedWeights(context.folder.weights, model)
-    weights.forget_newer(learner.version)
-    reference = learner.publish(weights.folder_of(learner.version))
+    learner = LearnerThread(build_learner(config, folder))
 
-    async def work(bench: Bench) -> None:
-        await _train_with(context, bench, LearnerThread(learner), checkpoints, weights, progress)
+    @asynccontextmanager
+    async def open_players(weights: WeightsRef) -> AsyncIterator[TrainingBench]:
+        async with open_bench(config, model, context.clock, weights) as bench:
+            yield TrainingBench(bench=bench, learner=learner, folder=folder.path, observer=context.observer)
 
-    # A run that died between its last checkpoint and its mark has nothing left to train.
-    if progress["step"] < context.config.steps:
-        _with_bench(context, model, reference, work)
+    job = Job(
+        config=config,
+        folder=folder,
+        learner=learner,
+        snapshots=Checkpoints(folder.checkpoints, storage=context.storage),
+        weights=PublishedWeights(folder.weights, model),
+        open_players=open_players,
+        observer=context.observer,
+        clock=context.clock,
+    )
+    _run(train_durably(job))
     return _train_summary(context)
-
-
-async def _train_with(
-    context: _Context,
-    bench: Bench,
-    learner: LearnerThread,
-    checkpoints: Checkpoints,
-    weights: PublishedWeights,
-    progress: dict[str, Any],
-) -> None:
-    config, clock = context.config, context.clock
-    first_step = int(progress["step"])
-    error = await probe_parity(bench, learner, config, clock)
-    context.observer.note(f"engine and learner agree: largest |ratio - 1| is {error:.1e}")
-    context.observer.stage_started("train", config.steps)
-    ledger = await Ledger.open(context.folder.ledger)
-    delay = EventLoopDelay()
-    aborts = _Aborts(bench.engines)
-    try:
-        await ledger.rollback(first_step)
-        buffer = RolloutBuffer(
-            config,
-            TaskSource(bench.environment.train_task),
-            clock=clock,
-            on_stall=context.observer.note,
-            on_abort=aborts.start,
-        )
-        if "buffer" in progress:
-            buffer.load_state(progress["buffer"])
-        run = Run(
-            config=config,
-            first_step=first_step,
-            buffer=buffer,
-            engines=bench.engines,
-            episodes=bench.episodes,
-            sampling=bench.sampling,
-            learner=learner,
-            ledger=ledger,
-            weights=weights,
-            checkpoints=checkpoints,
-            log=MetricsLog(context.folder.metrics),
-            samples=Samples(
-                context.folder.path,
-                config.samples,
-                bench.rendering.text_of,
-                context.observer.note,
-                first_step=first_step,
-            ),
-            stopwatch=Stopwatch(clock, context.folder.timeline),
-            delay=delay,
-            clock=clock,
-            observer=context.observer,
-        )
-        gauge = asyncio.create_task(delay.run(), name="event-loop delay")
-        try:
-            await train(run)
-        finally:
-            gauge.cancel()
-    finally:
-        await ledger.close()
-        await learner.close()
-
-
-class _Aborts:
-    """Aborts rollouts from synchronous code; keeps the tasks alive until they are done."""
-
-    def __init__(self, engines: EngineSet) -> None:
-        self._engines = engines
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def start(self, rollout_ids: list[str]) -> None:
-        task = asyncio.get_running_loop().create_task(self._engines.abort(rollout_ids), name="abort of stale rollouts")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _train_summary(context: _Context) -> dict[str, Any]:
@@ -341,8 +259,13 @@ def _with_bench(
         async with open_bench(context.config, model, context.clock, weights, pinned) as bench:
             return await work(bench)
 
+    return _run(main())
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` in an event loop. The first error of its task groups is raised as it is."""
     try:
-        return asyncio.run(main())
+        return asyncio.run(work)
     except BaseExceptionGroup as group:
         raise _first_cause(group) from group
 

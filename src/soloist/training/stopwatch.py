@@ -12,7 +12,7 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import TypeVar
 
-from soloist.seams import Clock
+from soloist.seams import Clock, fault_point
 
 T = TypeVar("T")
 
@@ -31,10 +31,13 @@ class Stopwatch:
         self._lap = clock.monotonic()
 
     async def timed(self, name: str, work: Awaitable[T]) -> T:
-        """Await `work` and add its duration to `name`."""
+        """Await `work` and add its duration to `name`. A fault point lies before it and one after it."""
         start, began = self._clock.now(), self._clock.monotonic()
+        fault_point(f"{name}:before")
         try:
-            return await work
+            found = await work
+            fault_point(f"{name}:after")
+            return found
         finally:
             duration = self._clock.monotonic() - began
             self._seconds[name] = self._seconds.get(name, 0.0) + duration
