@@ -6,8 +6,8 @@
 and sampling (T = 1, no top-k, no top-p), one thread each, in turns in one process; for the default tiny dense Qwen3 and
 for a Qwen3-MoE of the same size. Once with equal lengths, once with log-normal ones (σ = 1), where `generate` must run
 each batch to its longest and only the tokens that were asked for count. Then loads in the middle of decoding, and the
-recorded log-probabilities against a plain float64 forward pass. The same ratios in CPU seconds, and with the tail cut at
-a slot of the default length, stand beside. Writes benchmarks/results/engine.json.
+recorded log-probabilities against a plain float64 forward pass. The same ratios in CPU seconds stand beside, and those
+of a tail that is cut at a slot of the default length. Writes benchmarks/results/engine.json.
 """
 
 from __future__ import annotations
