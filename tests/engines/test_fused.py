@@ -232,6 +232,7 @@ def test_a_fused_forward_that_differs_does_not_serve(
     batch = batch_of(model)
     assert not batch.runner.fused
     assert "differs from the model's own by 1 of its logits" in caplog.text
+    assert not batch.runner._state.active_S.any(), "the probe leaves nobody running"
     request = ask("q", 30, 10)
     batch.submit(request)
     assert error(model, request, finish(batch)["q"]) < ROUNDING
