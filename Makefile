@@ -1,5 +1,6 @@
 # quickstart  train the calculator agent on this machine; nothing but python3 (3.11 or newer) is needed
 # test        install what the tests need and run them
+# test-slow   three minutes of crashes, beside the everyday suite; CI runs it
 # check       all that must be clean before a commit: format, lint, types, tests (warnings are errors)
 # lint        the static part of check
 # bench       engine, learner and parity against their references (about ten minutes; leave the machine alone)
@@ -8,13 +9,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test check lint bench bench-rl clean
+.PHONY: quickstart test test-slow check lint bench bench-rl clean
 
 quickstart: .venv/.run-ready
 	$(BIN)/soloist run calculator
 
 test: .venv/.dev-ready
 	$(BIN)/python -m pytest
+
+test-slow: .venv/.dev-ready
+	$(BIN)/python -m pytest -m slow
 
 check: lint test
 

@@ -53,6 +53,14 @@ for line in sys.stdin:
 """
 
 
+def _command_of(process: psutil.Process) -> list[str]:
+    """Its command line; empty when it has just ended."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:  # a zombie counts as one
+        return []
+
+
 class RunProcess:
     """A run under way: what it says, whom it started, and how it ended."""
 
@@ -88,7 +96,7 @@ class RunProcess:
 
     def engines(self) -> list[psutil.Process]:
         """The engine's child, or none while there is none."""
-        return [one for one in self._process.children() if "soloist.engines" in " ".join(one.cmdline())]
+        return [one for one in self._process.children() if "soloist.engines" in " ".join(_command_of(one))]
 
     @property
     def engine(self) -> psutil.Process:
