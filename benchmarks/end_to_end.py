@@ -98,10 +98,12 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--before", required=True)
     parser.add_argument("--trl", type=Path)
-    parser.add_argument("--trl-options", nargs="*", default=[])
+    parser.add_argument("--trl-steps", type=int, default=60)
+    parser.add_argument("--trl-lr", type=float, default=2e-4)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     arguments = parser.parse_args()
     run = arguments.run.resolve()
+    options = ["--steps", str(arguments.trl_steps), "--lr", str(arguments.trl_lr)]
     rows: dict[str, list[dict[str, Any]]] = {"before": [], "after": []}
     with tempfile.TemporaryDirectory() as scratch:
         before = Path(scratch) / "before"
@@ -111,11 +113,14 @@ def main() -> None:
                 for name, source in (("before", before / "src"), ("after", ROOT / "src")):
                     rows[name].append(soloist(source, run, Path(scratch) / "runs" / f"{name}{seed}", seed))
                 if arguments.trl:
-                    rows.setdefault("trl", []).append(trl(arguments.trl, run, arguments.trl_options))
+                    rows.setdefault("trl", []).append(trl(arguments.trl, run, options))
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", str(before)], check=True, cwd=ROOT)
     pretrained = json.loads((run / "stages.json").read_text())["pretrain-value"]
-    write_results("end_to_end", {"before_commit": arguments.before, "arms": rows, "value_pretraining": pretrained})
+    figures = {"before_commit": arguments.before, "arms": rows, "value_pretraining": pretrained}
+    if arguments.trl:
+        figures["trl_options"] = options
+    write_results("end_to_end", figures)
 
 
 if __name__ == "__main__":
