@@ -3,8 +3,8 @@
     python benchmarks/end_to_end.py RUN --before COMMIT [--trl /tmp/trl/bin/python] [--seeds 0 1]
 
 RUN is a folder in which `soloist run calculator` has done SFT and value pretraining; all arms start from its weights.
-`before` is the same recipe (its settings are passed as overrides) on another commit, in a work tree of its own. TRL
-runs `trl_grpo.py` with another Python. Arms take turns, seed after seed, so that a machine that changes favours nobody.
+`before` is the same recipe file with the code of another commit, in a work tree of its own. TRL runs
+`trl_grpo.py` with another Python. Arms take turns, seed after seed, so that a machine that changes favours nobody.
 
 Seconds to 95 % count from the first step of RL until the mean reward of the last `WINDOW` trained rollouts has reached
 0.95. SFT and value pretraining are not in them; value pretraining is reported apart, as TRL has no critic.
@@ -21,7 +21,6 @@ import sys
 import tempfile
 import tomllib
 from collections import deque
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +30,6 @@ ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "src" / "soloist" / "recipes" / "calculator.toml"
 WINDOW = 640
 GOAL = 0.95
-
-
-def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Settings of a recipe as overrides for the command line."""
-    for name, value in table.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{name}.")
-        else:
-            yield f"--{prefix}{name}={json.dumps(value) if isinstance(value, bool) else value}"
 
 
 def seconds_to_goal(steps: list[tuple[float, float, int]]) -> float | None:
@@ -60,8 +50,9 @@ def soloist(source: Path, run: Path, folder: Path, seed: int) -> dict[str, Any]:
         shutil.copytree(run / part, folder / part)
     stages = json.loads((run / "stages.json").read_text())
     (folder / "stages.json").write_text(json.dumps({name: stages[name] for name in ("sft", "pretrain-value")}))
-    overrides = [*flat(tomllib.loads(RECIPE.read_text())), f"--seed={seed}", f"--runs_dir={folder.parent}"]
-    command = [sys.executable, "-m", "soloist", "run", "calculator", "--name", folder.name, *overrides]
+    # The file rather than the name: another commit's recipe of this name has other settings.
+    command = [sys.executable, "-m", "soloist", "run", str(RECIPE), "--name", folder.name]
+    command += [f"--seed={seed}", f"--runs_dir={folder.parent}"]
     subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(source)}, cwd=folder, capture_output=True)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     train = [line for line in lines if line["stage"] == "train"]
