@@ -29,7 +29,7 @@ from soloist.metrics import read_metrics
 from soloist.runtime.ledger import read_rollouts, read_steps
 from soloist.training.checkpoint import Checkpoints
 
-STEPS, SIZE, EVERY = 30, 4, 4
+STEPS, SIZE, EVERY = 40, 4, 4
 """Steps of a run, rollouts of a step, steps between two checkpoints."""
 PATIENCE_S = 60.0
 """After which a test stops waiting for something that a run should do."""
@@ -287,6 +287,28 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(
     assert said in resumed.out
     assert [step.lineage for step in read_steps(run.folder / "ledger.sqlite")] == [1] * STEPS
     assert check_lineage(run.folder) == list(range(STEPS * SIZE)) == check_lineage(uninterrupted)
+    assert different_tensors(run.folder, uninterrupted) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ten_deaths_and_other_numbers_of_players_change_no_bit(
+    start: Callable[..., RunProcess], command: Callable[..., list[str]], uninterrupted: Path
+) -> None:
+    """R2: 40 steps of the tiny model in eleven lives equal 40 in one; each life has another number of players."""
+    arguments = command("ten-deaths", *DETERMINISTIC)
+    run = start(arguments)
+    for death in range(10):
+        run.until_trained(1)
+        time.sleep(random.uniform(0, 0.2))
+        run.signal(signal.SIGKILL)
+        assert run.wait() == -signal.SIGKILL
+        assert run.orphans() == []
+        run = start([*arguments, "--resume", f"--players={1 + death % 6}"])
+    assert run.wait() == 0, run.err
+    chain = [read_steps(folder / "ledger.sqlite") for folder in (run.folder, uninterrupted)]
+    assert [step.state_hash for step in chain[0]] == [step.state_hash for step in chain[1]]
+    assert check_lineage(run.folder) == list(range(STEPS * SIZE))
     assert different_tensors(run.folder, uninterrupted) == []
 
 
