@@ -9,7 +9,9 @@ observation.
 
 A rollout with several segments is handed over as one sequence, its segments in time order: a rewrite of the history
 counts as an observation (ours). Everything is computed in fp64, returned in fp32 (fp64 if an input is) and detached.
-Not covered: whitening (`masked.py`), step-level variants, whether truncated rollouts bootstrap at all (a setting).
+Also here: returns without a critic (`returns_to_go`), and the bookkeeping between rollouts and their packed tokens.
+Not covered: whitening (`masked.py`), advantages of whole turns (`step_gae.py`), whether truncated rollouts bootstrap at
+all (a setting).
 Legend: T packed trainable tokens, rollout after rollout, each in time order; R rollouts; S positions of one sequence.
 """
 
@@ -18,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from soloist.algorithms.tensors import check_packed
+from soloist.algorithms.tensors import at_least_float32, check_packed
 
 
 def gae_over_rollouts(
@@ -38,10 +40,7 @@ def gae_over_rollouts(
     Raises ValueError when the shapes don't fit.
     """
     check_packed(rewards_T=rewards_T, values_T=values_T)
-    if lengths_R.ndim != 1 or int(lengths_R.sum()) != rewards_T.numel() or bool((lengths_R < 0).any()):
-        raise ValueError(
-            f"lengths_R {lengths_R.tolist()} must be one-dimensional and sum to {rewards_T.numel()} tokens"
-        )
+    rollout_T = rollout_index(lengths_R, rewards_T.numel())
     rewards = rewards_T.detach().to(torch.float64)
     values = values_T.detach().to(torch.float64)
     decay_R = gamma * _per_rollout("lam", lam, lengths_R)
@@ -53,14 +52,13 @@ def gae_over_rollouts(
     next_values[ends_R[filled_R] - 1] = bootstrap[filled_R]
 
     # Time-major and padded at the end with δ = 0, which keeps A at 0 until a rollout's last token is reached.
-    rollout_T = torch.repeat_interleave(torch.arange(len(lengths_R), device=lengths_R.device), lengths_R)
     time_T = torch.arange(rewards.numel(), device=lengths_R.device) - (ends_R - lengths_R)[rollout_T]
     longest = int(lengths_R.max()) if len(lengths_R) else 0
     table = rewards.new_zeros(longest, len(lengths_R))
     table[time_T, rollout_T] = rewards + gamma * next_values - values
     for time in range(longest - 2, -1, -1):
         table[time].addcmul_(decay_R, table[time + 1])
-    return table[time_T, rollout_T].to(_result_dtype(rewards_T, values_T))
+    return table[time_T, rollout_T].to(result_dtype(rewards_T, values_T))
 
 
 def value_targets(
@@ -80,7 +78,17 @@ def value_targets(
     # Added before rounding to fp32: a critic that is off by 1e9 would otherwise swallow the return.
     values = values_T.detach().to(torch.float64)
     advantages_T = gae_over_rollouts(rewards_T, values, lengths_R, gamma=gamma, lam=lam, bootstrap_R=bootstrap_R)
-    return (advantages_T + values).to(_result_dtype(rewards_T, values_T))
+    return (advantages_T + values).to(result_dtype(rewards_T, values_T))
+
+
+def returns_to_go(rewards_T: Tensor, lengths_R: Tensor, *, gamma: float) -> Tensor:
+    """G_t = Σ_{k ≥ t} γ^{k−t}·r_k over the later trainable tokens of the same rollout, without any critic.
+
+    REINFORCE++ (arXiv 2501.03262) trains on these, whitened over the batch by `masked.whiten`; its penalty per token
+    for leaving the reference policy is not part of it. It is GAE with V = 0 and λ = 1, so an observation costs no γ
+    (ours). `lengths_R` as in `gae_over_rollouts`. Returns [T] in units of the reward. Raises ValueError on shapes.
+    """
+    return gae_over_rollouts(rewards_T, torch.zeros_like(rewards_T), lengths_R, gamma=gamma, lam=1.0)
 
 
 def skip_observation_gae(
@@ -162,13 +170,50 @@ def length_adaptive_lambda(lengths_R: Tensor, alpha: float) -> Tensor:
     return (1.0 - 1.0 / (alpha * lengths_R.to(torch.float64))).clamp(min=0.0)
 
 
+def rollout_index(lengths_R: Tensor, tokens: int) -> Tensor:
+    """rollout_T: to which rollout 0 … R − 1 each of `tokens` packed tokens belongs, int64, ascending.
+
+    Raises ValueError unless `lengths_R` (int, 0 allowed) is one-dimensional and sums to `tokens`.
+    """
+    if lengths_R.ndim != 1 or int(lengths_R.sum()) != tokens or bool((lengths_R < 0).any()):
+        raise ValueError(f"lengths_R {lengths_R.tolist()} must be one-dimensional and sum to {tokens} tokens")
+    return torch.repeat_interleave(torch.arange(len(lengths_R), device=lengths_R.device), lengths_R)
+
+
+def on_tokens(numbers_R: Tensor, rollout_T: Tensor) -> Tensor:
+    """x_t = x of the rollout that token t belongs to: one number per rollout, given to all its trainable tokens.
+
+    `rollout_T` (int) says to which rollout a token belongs, in any order. Returns [T] in fp32 (fp64 if the input is),
+    detached. Raises ValueError for an index outside 0 … R − 1, which would otherwise wrap around.
+    """
+    check_packed(numbers_R=numbers_R)
+    check_packed(rollout_T=rollout_T)
+    if rollout_T.numel() > 0:
+        lowest, highest = int(rollout_T.min()), int(rollout_T.max())
+        if lowest < 0 or highest >= len(numbers_R):
+            raise ValueError(f"rollout_T must lie in 0 … {len(numbers_R) - 1}, found {lowest} … {highest}")
+    return at_least_float32(numbers_R.detach())[rollout_T]
+
+
+def sums_of_runs(x_T: Tensor, lengths_N: Tensor) -> Tensor:
+    """Σ x over each run of neighbours, in fp64, [N]; `lengths_N` (int64, 0 allowed) are the runs, and sum to T.
+
+    Added up one after the other: unlike scattered additions it gives the same bits each time, on a GPU too, and no
+    run sees what stands in another.
+    """
+    if x_T.numel() == 0:
+        return torch.zeros(len(lengths_N), dtype=torch.float64, device=x_T.device)
+    return torch.segment_reduce(x_T.detach().to(torch.float64), "sum", lengths=lengths_N)
+
+
+def result_dtype(*inputs: Tensor) -> torch.dtype:
+    """fp64 if an input is fp64, else fp32."""
+    return torch.float64 if any(x.dtype == torch.float64 for x in inputs) else torch.float32
+
+
 def _per_rollout(name: str, given: float | Tensor, lengths_R: Tensor) -> Tensor:
     """A number for all rollouts, or a tensor [R], as fp64 [R]."""
     tensor = torch.as_tensor(given, dtype=torch.float64, device=lengths_R.device).detach()
     if tensor.ndim > 0 and tensor.shape != lengths_R.shape:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, but there are {len(lengths_R)} rollouts")
     return tensor.expand(lengths_R.shape)
-
-
-def _result_dtype(rewards_T: Tensor, values_T: Tensor) -> torch.dtype:
-    return torch.float64 if torch.float64 in (rewards_T.dtype, values_T.dtype) else torch.float32
