@@ -12,12 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Ratio = Literal["token", "sequence", "interpolated"]
-Region = Literal[
-    "none", "band", "clip", "sat_clip", "truncation", "second_moment", "probability_difference"
-]  # fmt: skip
+Region = Literal["none", "band", "clip", "sat_clip", "truncation", "second_moment", "probability_difference"]
 Surrogate = Literal["detached", "linear", "pessimistic"]
 Correction = Literal["none", "truncated", "masked", "proximal"]
-Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-length"]
 OldLogProbs = Literal["rollout", "recompute"]
 Setting = float | str
 
@@ -48,8 +45,8 @@ class LossMethod:
     """−sg(f(r))·A·log π, −r·A, or −min(r·A, clip(r)·A)."""
     correction: Correction = "none"
     """Factor made of π_old/μ: cut at a cap, 0 outside an interval, or whole."""
-    loss_agg_mode: Aggregation
-    """How terms become one number unless set otherwise."""
+    loss_agg_mode: str
+    """How terms become one number unless set otherwise (`algorithms/aggregation.py`)."""
     old_log_probs: tuple[OldLogProbs, ...]
     """Where log π_old may come from: recorded by the engine, or recomputed by the trainer. The first is the default."""
     settings: Mapping[str, Setting]

@@ -1,29 +1,51 @@
-"""Ratio of the trained policy to the behaviour policy, and the region in which a token may teach.
+"""Trust regions: which tokens may teach at all (`kept_T`), and the interval in which a ratio counts (`low`, `high`).
 
-    d = log π_θ(a) − log μ(a),   r = exp(d)
-
-Guarantees: nothing is exponentiated before it was selected or saturated, so |d| of 750 gives finite values and finite
-gradients in fp32, bf16 and fp16. NaN is never hidden: a broken log-probability must show in the loss, where the
-non-finite gradient is noticed, instead of being counted as stale.
-Not covered: which log-probabilities are compared; μ is what the engine recorded, at the same temperature.
-Legend: T packed tokens.
+Guarantees: regions are made of detached quantities and get no gradient. A NaN is inside of every region: it must show
+in the loss. SAT with c = 1 everywhere has the bits of PPO's interval, since both are made in fp64 and rounded once.
+Not covered: what becomes of a ratio outside the interval; that is the surrogate's part (`surrogates.py`).
+Legend: T packed tokens; d = log π_θ − log π_old in nats, r = exp(d).
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from soloist.algorithms.ratios import saturated_ratio
 from soloist.algorithms.tensors import at_least_float32
 
-LOG_RATIO_LIMIT = 20.0
+
+@dataclass(frozen=True, kw_only=True)
+class TrustRegion:
+    """What a region says of every token.
+
+    Example: `clip_region(log_ratio_T, 0.2, 0.28).high` is 1.28.
+    """
+
+    kept_T: Tensor
+    """Tokens that may teach; the others give exactly nothing. Bool [T]."""
+    low: Tensor
+    """Lower end for r, [T] or one for all."""
+    high: Tensor
+    """Upper end for r, [T] or one for all."""
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    """[T] each, by the names of `soloist.metrics.METRICS`."""
 
 
-def log_ratio(log_probs_T: Tensor, rollout_log_probs_T: Tensor) -> Tensor:
-    """d = log π_θ − log μ in nats, [T], in fp32 or better; differentiable in log π_θ only."""
-    return at_least_float32(log_probs_T) - at_least_float32(rollout_log_probs_T.detach())
+def no_region(log_ratio_T: Tensor) -> TrustRegion:
+    """Every token teaches with its whole ratio."""
+    return _region(log_ratio_T, 0.0, math.inf)
+
+
+def band_region(log_ratio_T: Tensor, eps_low: float, eps_high: float) -> TrustRegion:
+    """Kept where 1 − ε_low < r < 1 + ε_high (SAO, arXiv 2607.07508, eq 2). Strict, and blind to the advantage."""
+    below_T, above_T = band_sides(log_ratio_T, eps_low, eps_high)
+    outside_T = below_T | above_T
+    metrics = {"dis/masked_frac": outside_T, "dis/masked_frac_low": below_T, "dis/masked_frac_high": above_T}
+    return _region(log_ratio_T, 0.0, math.inf, kept_T=~outside_T, metrics=metrics)
 
 
 def band_sides(log_ratio_T: Tensor, eps_low: float, eps_high: float) -> tuple[Tensor, Tensor]:
@@ -36,54 +58,92 @@ def band_sides(log_ratio_T: Tensor, eps_low: float, eps_high: float) -> tuple[Te
     return log_ratio_T <= lowest, log_ratio_T >= math.log1p(eps_high)
 
 
-def band_mask(log_ratio_T: Tensor, eps_low: float, eps_high: float) -> Tensor:
-    """1 − ε_low < r < 1 + ε_high, bool [T] (SAO, arXiv 2607.07508, eq 2). Strict, and blind to the advantage.
+def clip_region(log_ratio_T: Tensor, eps_low: float, eps_high: float) -> TrustRegion:
+    """[1 − ε_low, 1 + ε_high] (PPO, arXiv 1707.06347, eq 7, with DAPO's two epsilons, arXiv 2503.14476, eq 10)."""
+    return _region(log_ratio_T, 1.0 - eps_low, 1.0 + eps_high)
 
-    `log_ratio_T` is d in nats, any float type. NaN counts as inside, see the module's docstring.
+
+def truncation_region(log_ratio_T: Tensor, eps_low: float, eps_high: float) -> TrustRegion:
+    """[1 − ε_low, 1 + ε_high] for the coefficient of CISPO (arXiv 2506.13585, eq 5); counts the ratios outside."""
+    region = clip_region(log_ratio_T, eps_low, eps_high)
+    ratio_T = saturated_ratio(log_ratio_T)
+    metrics = {"cispo/clip_frac": (ratio_T < region.low) | (ratio_T > region.high)}
+    return TrustRegion(kept_T=region.kept_T, low=region.low, high=region.high, metrics=metrics)
+
+
+def sat_region(log_ratio_T: Tensor, quantile: Tensor, kernel: str, eps_low: float, eps_high: float) -> TrustRegion:
+    """[1 − ε_low·c⁻, 1 + ε_high·c⁺], c = kernel(|d|; q) on d's own side where |d| > q > 0, else 1.
+
+    SAT (arXiv 2607.18722): the end towards which a stale token has moved comes nearer, the other one stays.
+    `quantile` is q of the step or micro-batch, a scalar in nats. Raises ValueError for an unknown kernel.
     """
-    below_T, above_T = band_sides(log_ratio_T, eps_low, eps_high)
-    return ~(below_T | above_T)
+    distance_T = log_ratio_T.detach().to(torch.float64)
+    size_T, q = distance_T.abs(), quantile.detach().to(torch.float64)
+    gated_T = (size_T > q) & (q > 0)
+    contraction_T = torch.where(gated_T, sat_kernel(kernel, size_T, q), 1.0)
+    radius_low_T = eps_low * torch.where(distance_T < 0, contraction_T, 1.0)
+    radius_high_T = eps_high * torch.where(distance_T > 0, contraction_T, 1.0)
+    metrics = {
+        "sat/gate_rate": gated_T,
+        "sat/radius_low": radius_low_T,
+        "sat/radius_high": radius_high_T,
+        "sat/contraction_min": contraction_T,
+        "sat/proxy": size_T,
+    }
+    return _region(log_ratio_T, 1.0 - radius_low_T, 1.0 + radius_high_T, metrics=metrics)
 
 
-def masked_ratio(log_ratio_T: Tensor, eps_low: float, eps_high: float) -> Tensor:
-    """f(r) = r inside the band, exactly 0 outside (SAO eq 2), [T] in fp32 or better.
+def sat_kernel(kernel: str, size_T: Tensor, quantile: Tensor) -> Tensor:
+    """c of a token with |d| > q, in (0, 1]:
 
-    Differentiable in d: the gradient is r inside and exactly 0 outside, also where exp(d) would overflow.
+        hill         2 / (1 + (|d|/q)²)         1 at |d| = q, so that nothing jumps
+        hill_half    1 / (1 + (|d|/q)²)
+        hill_excess  1 / (1 + ((|d| − q)/q)²)
+
+    SAT (arXiv 2607.18722) leaves the kernel open. Raises ValueError for another name.
     """
-    inside_T = band_mask(log_ratio_T, eps_low, eps_high)
-    # Two selections: before exp, so that it can't overflow into the backward, and after it, since exp(0) is not 0.
-    selected_T = torch.where(inside_T, at_least_float32(log_ratio_T), 0.0)
-    return torch.where(inside_T, selected_T.exp(), 0.0)
+    if kernel == "hill":
+        return 2.0 / (1.0 + (size_T / quantile).square())
+    if kernel == "hill_half":
+        return 1.0 / (1.0 + (size_T / quantile).square())
+    if kernel == "hill_excess":
+        return 1.0 / (1.0 + ((size_T - quantile) / quantile).square())
+    raise ValueError(f"sat_kernel '{kernel}' is none of hill, hill_half, hill_excess")
 
 
-def saturation(dtype: torch.dtype) -> float:
-    """Largest |d| that is exponentiated for log-probabilities of `dtype`, in nats.
+def second_moment_region(log_ratio_T: Tensor, kept_T: Tensor) -> TrustRegion:
+    """Kept as chosen over the whole step: M2PO (arXiv 2510.01161), see `step_statistics.second_moment_kept`."""
+    return _region(log_ratio_T, 0.0, math.inf, kept_T=kept_T, metrics={"m2po/masked_frac": ~kept_T})
 
-    20 (a ratio of 5e8), or less where the gradient r would not fit into the type: about 10 in fp16.
+
+def probability_region(
+    log_probs_T: Tensor, old_log_probs_T: Tensor, advantages_T: Tensor, delta: float, cap: float
+) -> TrustRegion:
+    """Kept unless π_θ − π_old > δ where A > 0, or < −δ where A < 0; r counts up to `cap`.
+
+    DPPO (arXiv 2602.04879), the binary form of total variation: the change of the sampled token's probability.
     """
-    return min(LOG_RATIO_LIMIT, math.log(torch.finfo(dtype).max) - 1.0)
+    difference_T = saturated_ratio(log_probs_T.detach()) - saturated_ratio(old_log_probs_T.detach())
+    left_T = ((difference_T > delta) & (advantages_T > 0)) | ((difference_T < -delta) & (advantages_T < 0))
+    return _region(log_probs_T, 0.0, cap, kept_T=~left_T, metrics={"tv/masked_frac": left_T})
 
 
-def saturated_ratio(log_ratio_T: Tensor, limit: float | None = None) -> Tensor:
-    """exp(clamp(d, −limit, limit)), [T] in fp32 or better. The gradient is r within the limit, 0 beyond it.
-
-    Without `limit` it is the saturation of d's own type.
-    """
-    return _clamped(log_ratio_T, limit).exp()
+def limited(ratio_T: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """clip(r, low, high), [T]; the gradient is 1 inside, ends included, and 0 outside. NaN stays NaN, both ways."""
+    return torch.where(ratio_T > high, high, torch.where(ratio_T < low, low, ratio_T))
 
 
-def k3_divergence(log_ratio_T: Tensor, limit: float | None = None) -> Tensor:
-    """exp(d) − 1 − d ≥ 0, [T] in nats: the low-variance estimate of KL(μ ‖ π_θ) for tokens drawn from μ.
+def _region(
+    like_T: Tensor,
+    low: float | Tensor,
+    high: float | Tensor,
+    kept_T: Tensor | None = None,
+    metrics: dict[str, Tensor] | None = None,
+) -> TrustRegion:
+    like_T = at_least_float32(like_T.detach())
 
-    John Schulman, "Approximating KL divergence" (2020), estimator k3. d is clamped to ±limit before exp, so value and
-    gradient stay finite (the gradient is 0 beyond the limit); clipping after exp would leave inf · 0 in the backward.
-    """
-    clamped_T = _clamped(log_ratio_T, limit)
-    return clamped_T.expm1() - clamped_T
+    def rounded_once(end: float | Tensor) -> Tensor:
+        return torch.as_tensor(end, dtype=torch.float64, device=like_T.device).to(like_T.dtype)
 
-
-def _clamped(log_ratio_T: Tensor, limit: float | None) -> Tensor:
-    limit = saturation(log_ratio_T.dtype) if limit is None else limit
-    log_ratio_T = at_least_float32(log_ratio_T)
-    # Not `clamp`, whose gradient at NaN is 0: the loss would be NaN and the gradient would look sound.
-    return torch.where(log_ratio_T.abs() > limit, limit * log_ratio_T.detach().sign(), log_ratio_T)
+    kept_T = torch.ones_like(like_T, dtype=torch.bool) if kept_T is None else kept_T
+    return TrustRegion(kept_T=kept_T, low=rounded_once(low), high=rounded_once(high), metrics=metrics or {})
