@@ -88,7 +88,7 @@ def policy_loss(method: LossMethod, settings: Mapping[str, Setting], inputs: Los
 
 @torch.no_grad()
 def teaches(method: LossMethod, settings: Mapping[str, Setting], inputs: LossInputs) -> Tensor:
-    """Tokens with a gradient, bool [T]: not masked, not clipped, not saturated. A token with A = 0 counts like others."""
+    """Tokens with a gradient, bool [T]: not masked, clipped or saturated. A token with A = 0 counts like the others."""
     tokens = _Tokens.of(inputs, factors=1 if method.correction == "none" else 2)
     return _TokenLosses.of(method, method.settings_with(settings), tokens).teaches_T & tokens.live_T
 
@@ -279,7 +279,7 @@ def _needed(statistic: Tensor | None, name: str) -> Tensor:
     return statistic
 
 
-# --- names of before ---------------------------------------------------------------------------------------------------
+# --- names of before -------------------------------------------------------------------------------------------------
 
 
 class _Named:

@@ -29,8 +29,8 @@ def log_ratio(log_probs_T: Tensor, old_log_probs_T: Tensor) -> Tensor:
 def with_gradient_of(log_probs_T: Tensor, values_T: Tensor) -> Tensor:
     """sg(x) + log π_θ − sg(log π_θ): the value of x and the gradient of log π_θ, [T] in nats.
 
-    The token form of a sequence's ratio (GSPO, arXiv 2507.18071, eqs 13–14): each token of a sequence may lie in another
-    micro-batch. Where A is constant over a sequence the gradient is that of GSPO itself.
+    The token form of a sequence's ratio (GSPO, arXiv 2507.18071, eqs 13–14): the tokens of a sequence may lie in several
+    micro-batches. Where A is constant over a sequence the gradient is that of GSPO itself.
     """
     # An impossible token has no gradient; −inf − (−inf) would be NaN.
     moving_T = torch.where(log_probs_T.isinf(), 0.0, at_least_float32(log_probs_T))
@@ -59,8 +59,8 @@ def interpolated_correction(log_probs_T: Tensor, rollout_log_probs_T: Tensor, st
 def saturation(dtype: torch.dtype, factors: int = 1) -> float:
     """Largest d that is exponentiated for log-probabilities of `dtype`, in nats.
 
-    20 (a ratio of 5e8), or less where a gradient made of `factors` such ratios would not fit into the type: about 10 for
-    one of them in fp16.
+    20 (a ratio of 5e8), or less where a gradient made of `factors` such ratios would not fit into the type: about 10
+    for one of them in fp16.
     """
     return min(LOG_RATIO_LIMIT, (math.log(torch.finfo(dtype).max) - 1.0) / factors)
 
@@ -68,7 +68,7 @@ def saturation(dtype: torch.dtype, factors: int = 1) -> float:
 def saturated_ratio(log_ratio_T: Tensor, limit: float | None = None) -> Tensor:
     """exp(min(d, limit)), [T] in fp32 or better. The gradient is r up to the limit, 0 beyond it.
 
-    Without `limit` it is the saturation of d's own type. There is no lower limit: exp(−750) is 0, and so is its gradient.
+    Without `limit` it is the saturation of d's own type. There is no lower limit: exp(−750) is 0, so is its slope.
     """
     limit = saturation(log_ratio_T.dtype) if limit is None else limit
     log_ratio_T = at_least_float32(log_ratio_T)
