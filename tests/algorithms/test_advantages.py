@@ -12,8 +12,12 @@ from soloist.algorithms.advantages import (
     gae_over_rollouts,
     gae_with_observations,
     length_adaptive_lambda,
+    on_tokens,
+    returns_to_go,
     rewards_to_actions,
+    rollout_index,
     skip_observation_gae,
+    sums_of_runs,
     value_targets,
 )
 
@@ -274,3 +278,48 @@ def test_no_rollouts_and_no_tokens_give_nothing() -> None:
     assert value_targets(empty, empty, torch.tensor([0, 0]), gamma=1.0, lam=1.0).shape == (0,)
     masked = gae_with_observations(torch.zeros(3), torch.full((3,), NAN), torch.zeros(3).bool(), gamma=1.0, lam=1.0)
     assert masked.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_returns_are_discounted_over_the_later_tokens_of_the_same_rollout() -> None:
+    """Rollouts of 3, 0 and 2 tokens, γ = ½: 1 + 2/2 + 4/4, 2 + 4/2, 4 and 8 + 16/2, 16."""
+    rewards, lengths = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0]), torch.tensor([3, 0, 2])
+    returns = returns_to_go(rewards, lengths, gamma=0.5)
+    assert returns.tolist() == [3.0, 4.0, 4.0, 16.0, 16.0]
+    assert returns.dtype == torch.float32
+    assert returns_to_go(rewards, lengths, gamma=0.0).tolist() == rewards.tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(rollouts(), st.floats(0, 1))
+def test_returns_equal_their_definition_whatever_a_critic_would_say(
+    batch: list[tuple[list[float], list[float]]], gamma: float
+) -> None:
+    rewards, values = packed(batch)
+    lengths = torch.tensor([len(r) for r, _ in batch])
+    returns = returns_to_go(rewards, lengths, gamma=gamma)
+    expected = [sum(gamma**k * r for k, r in enumerate(own[t:])) for own, _ in batch for t in range(len(own))]
+    assert returns.tolist() == pytest.approx(expected, abs=1e-9)
+    targets = value_targets(rewards, values, lengths, gamma=gamma, lam=1.0)
+    assert returns.tolist() == pytest.approx(targets.tolist(), abs=1e-9)
+
+
+def test_a_number_per_rollout_reaches_all_its_tokens_and_no_others() -> None:
+    index = rollout_index(torch.tensor([2, 0, 1]), 3)
+    assert index.tolist() == [0, 0, 2]
+    numbers = torch.tensor([0.5, NAN, -1.0], requires_grad=True)
+    assert on_tokens(numbers, index).tolist() == [0.5, 0.5, -1.0]
+    assert not on_tokens(numbers, index).requires_grad
+    assert on_tokens(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
+    for wrong in (-1, 3):
+        with pytest.raises(ValueError, match=f"0 … 2, found .*{wrong}"):
+            on_tokens(numbers, torch.tensor([0, wrong]))
+    with pytest.raises(ValueError, match="sum to 4 tokens"):
+        rollout_index(torch.tensor([2, 0, 1]), 4)
+
+
+def test_sums_of_runs_are_in_fp64_and_a_run_sees_no_other() -> None:
+    sums = sums_of_runs(torch.tensor([1e8, 1.0, NAN, 2.0]), torch.tensor([2, 0, 1, 1]))
+    assert sums.tolist()[:2] == [100000001.0, 0.0]
+    assert sums[2].isnan()
+    assert float(sums[3]) == 2.0
+    assert sums_of_runs(torch.zeros(0), torch.tensor([0, 0])).tolist() == [0.0, 0.0]
