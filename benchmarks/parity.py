@@ -218,9 +218,9 @@ def config_for(temperature: float) -> RunConfig:
 def learner_of(policy: PreTrainedModel, value: ValueModel, config: RunConfig) -> Learner:
     """The real learner with plain gradient descent in place of AdamW."""
     learner = Learner(policy, value, config)
-    learner._policy_optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+    learner._actor.optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
     trained = [parameter for parameter in value.parameters() if parameter.requires_grad]
-    learner._value_optimizer = torch.optim.SGD(trained, lr=1.0)
+    learner._critic.optimizer = torch.optim.SGD(trained, lr=1.0)
     return learner
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from soloist.config_rules import method_rules
 from soloist.config_sections import (
     AdvantageConfig,
     EngineConfig,
@@ -28,7 +29,9 @@ from soloist.config_sections import (
     ValueConfig,
     ValuePretrainingConfig,
 )
+from soloist.config_uses import unused
 from soloist.errors import UserError
+from soloist.estimators import ADV_ESTIMATORS
 
 __all__ = [
     "AdvantageConfig",
@@ -65,8 +68,10 @@ class RunConfig(Section):
     """Rollouts of one task, trained in one step; SAO has 1."""
     players: Positive = 64
     """Episodes played at the same time."""
+    lag: NotNegative | None = None
+    """Every rollout is exactly min(step, lag) updates old, for comparisons under a controlled lag; unset bounds it."""
     max_staleness: NotNegative = 2
-    """Versions that a trained rollout's oldest token may be behind; 0 is synchronous."""
+    """Versions that a trained rollout's oldest token may be behind; 0 is synchronous. With a lag it is the lag."""
     on_stale: Literal["wait", "drop", "train"] = "wait"
     """Rollouts that reach the bound: train waits for them, drop aborts them, train ignores the bound."""
     publish_every: Positive = 1
@@ -74,7 +79,7 @@ class RunConfig(Section):
     checkpoint_every: Positive = 20
     """Steps between two checkpoints; the last step always has one."""
     deterministic: bool = False
-    """Same bytes in every run; needs max_staleness = 0."""
+    """Same bytes in every run; needs max_staleness = 0 or a lag."""
     shuffle_rewards: bool = False
     """Control experiment: rewards are permuted among rollouts, for critic and policy, so nothing can be learned."""
     token_budget: Positive = 8192
@@ -103,11 +108,31 @@ class RunConfig(Section):
         """The run's folder."""
         return Path(self.runs_dir) / self.name
 
+    @property
+    def has_critic(self) -> bool:
+        """Whether the advantage estimator reads a value model."""
+        return ADV_ESTIMATORS[self.advantage.adv_estimator].critic
+
+    @property
+    def value_updates(self) -> int:
+        """K, or 0 without a value model."""
+        return self.value.updates_per_step if self.has_critic else 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lag_is_the_bound(cls, raw: Any) -> Any:
+        """A lag implies `max_staleness`, so that nobody has to say it twice."""
+        if isinstance(raw, dict) and raw.get("lag") is not None:
+            return {"max_staleness": raw["lag"], **raw}
+        return raw
+
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> RunConfig:
         for broken, sentence in _contradictions(self):
             if broken:
                 raise ValueError(sentence)
+        for sentence in unused(self):
+            raise ValueError(sentence)
         return self
 
 
@@ -115,6 +140,7 @@ def _contradictions(c: RunConfig) -> list[tuple[bool, str]]:
     """All rules as (is broken, sentence). The first broken one is shown."""
     lag = c.publish_every - 1
     return [
+        *method_rules(c),
         (
             c.rollouts_per_step % c.group_size != 0,
             f"rollouts_per_step = {c.rollouts_per_step} is not a multiple of group_size = {c.group_size}; "
@@ -126,9 +152,19 @@ def _contradictions(c: RunConfig) -> list[tuple[bool, str]]:
             f"max_staleness = {c.max_staleness}; raise max_staleness to {lag} or set on_stale = 'train'",
         ),
         (
-            c.deterministic and c.max_staleness != 0,
-            f"deterministic = true needs max_staleness = 0, found {c.max_staleness}; free-running asynchronous "
-            "generation can't promise bits",
+            c.lag is not None and c.max_staleness != c.lag,
+            f"lag = {c.lag} makes every rollout exactly so old, found max_staleness = {c.max_staleness}; leave "
+            "max_staleness out, or set it to the lag",
+        ),
+        (
+            c.lag is not None and (c.on_stale != "wait" or c.publish_every != 1),
+            f"lag = {c.lag} needs on_stale = 'wait' and publish_every = 1, found '{c.on_stale}' and {c.publish_every}; "
+            "leave them out (publish_every without a lag is the other kind of controlled lag)",
+        ),
+        (
+            c.deterministic and c.max_staleness != 0 and c.lag is None,
+            f"deterministic = true needs max_staleness = 0 or a lag, found {c.max_staleness} and none; free-running "
+            "asynchronous generation can't promise bits, so set max_staleness = 0 or lag",
         ),
         (
             c.deterministic and c.engine.slots < c.rollouts_per_step,
@@ -152,16 +188,6 @@ def _contradictions(c: RunConfig) -> list[tuple[bool, str]]:
         (
             c.sft.good + c.sft.miscopied > 1,
             f"sft.good + sft.miscopied = {c.sft.good + c.sft.miscopied:g} exceeds 1; the rest is the share of guesses",
-        ),
-        (
-            (c.loss.loss_agg_mode == "fixed-length") != (c.loss.fixed_length > 0),
-            f"loss.fixed_length = {c.loss.fixed_length} with loss_agg_mode = '{c.loss.loss_agg_mode}'; set both "
-            "(mode 'fixed-length' and a length above 0) or neither",
-        ),
-        (
-            c.policy.epochs * c.policy.minibatches > 1 and c.loss.policy_loss == "importance_weighting",
-            f"policy.epochs = {c.policy.epochs} and policy.minibatches = {c.policy.minibatches} reuse rollouts, but "
-            "policy_loss = 'importance_weighting' has no trust region; use 'dis' or 'ppo'",
         ),
         (
             c.policy.minibatches > c.rollouts_per_step,

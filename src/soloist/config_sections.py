@@ -5,9 +5,11 @@ Limits of single values stand here; combinations of values are checked by `RunCo
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from soloist.methods import LOSS_METHODS
 
 # The ceiling catches slips such as `1e9`, which would otherwise end as an allocation that fails far from its cause.
 Positive = Annotated[int, Field(ge=1, le=100_000_000)]
@@ -59,6 +61,8 @@ class EnvironmentConfig(Section):
     """Difficulty of calculator problems: default is 2-3 operands of 1-99; hard has 4 of 1-999 and parentheses."""
     tasks: str = ""
     """JSON-lines file of training tasks, one object a line; empty generates them from the seed."""
+    distinct_tasks: NotNegative = 0
+    """Generated training tasks before they come again, in epochs; 0 never repeats."""
     tool_seconds: Rate = 2.0
     """Seconds of computation a tool call may take before it becomes an error observation."""
     tool_memory_mb: Positive = 64
@@ -153,36 +157,105 @@ class PolicyConfig(Section):
     """Size of a parameter's gradient below which its steps shrink; above the noise, noise takes no full steps."""
     max_grad_norm: Rate = 1.0
     """Gradients are scaled down to this norm."""
+    reset_optimizer_at_publish: bool = False
+    """Forget the optimizer's moments whenever engines got new weights (GLM-5)."""
     minibatches: Positive = 1
     """Parts of a step, each with an optimizer step of its own."""
     epochs: Positive = 1
     """Passes over a step's rollouts."""
 
 
-class LossConfig(Section):
-    """Policy loss and its trust region (methods §1.1)."""
+LossName = Literal[
+    "dis",
+    "ppo",
+    "clip_higher",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "tis",
+    "icepop",
+    "m2po",
+    "dppo_tv",
+    "decoupled_ppo",
+    "a3po",
+    "sat_ppo",
+    "sat_grpo",
+    "sat_gspo",
+    "importance_weighting",
+]
+EstimatorName = Literal[
+    "skip_observation_gae",
+    "step_gae_mean",
+    "step_gae_last",
+    "group_relative",
+    "group_mean",
+    "running_mean",
+    "spo",
+    "reinforce_pp",
+]
 
-    policy_loss: Literal["dis", "ppo", "importance_weighting"] = "dis"
-    """`dis` masks tokens outside the band, `ppo` clips, `importance_weighting` does neither."""
-    eps_low: Annotated[float, Field(ge=0, lt=1)] = 0.3
+
+class LossConfig(Section):
+    """Policy loss and its trust region. Unset keys take the method's own values (docs/algorithms/README.md)."""
+
+    policy_loss: LossName = "dis"
+    """The method; each is a ratio, a region, a surrogate and an aggregation."""
+    eps_low: Annotated[float, Field(ge=0, le=1)] | None = None
     """Ratio may fall to 1 - eps_low."""
-    eps_high: Annotated[float, Field(gt=0)] = 5.0
+    eps_high: Annotated[float, Field(gt=0)] | None = None
     """Ratio may rise to 1 + eps_high."""
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-length"] = "token-mean"
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-length"] | None = None
     """How per-token terms become one number, over the whole step."""
     fixed_length: NotNegative = 0
-    """Denominator per rollout of `fixed-length`, in tokens; 0 when unused."""
+    """Denominator per rollout of `fixed-length`, in tokens; 0 takes rollout.max_tokens."""
+    old_log_probs: Literal["rollout", "recompute"] | None = None
+    """Old policy of the ratio: as the engine recorded it, or the weights at the start of the step."""
+    sat_kernel: Literal["hill", "hill_half", "hill_excess"] | None = None
+    """How SAT's interval shrinks beyond the quantile."""
+    sat_quantile: Share | None = None
+    """Share of tokens whose interval SAT leaves alone."""
+    sat_over: Literal["step", "micro_batch"] | None = None
+    """Tokens that SAT's quantile is taken over."""
+    truncation_cap: Rate | None = None
+    """Largest correction factor of `tis`."""
+    icepop_low: Rate | None = None
+    """Smallest correction factor that `icepop` keeps."""
+    icepop_high: Rate | None = None
+    """Largest correction factor that `icepop` keeps."""
+    correction_over: Literal["token", "sequence", "sequence_mean"] | None = None
+    """Correction factor of each token, of its sequence (a product), or the geometric mean over its sequence."""
+    m2_threshold: Rate | None = None
+    """Mean squared log-ratio that `m2po` keeps below."""
+    tv_delta: Rate | None = None
+    """Difference of probabilities at which `dppo_tv` masks."""
+    ratio_cap: Rate | None = None
+    """Largest ratio of `dppo_tv`."""
+    kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the divergence from the SFT policy (k3); 0 is off."""
+    entropy_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the entropy bonus; 0 is off."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, raw: Any) -> Any:
+        """The method's own values for what isn't set, so that a resolved config says what counts."""
+        method = LOSS_METHODS.get(raw.get("policy_loss", "dis")) if isinstance(raw, dict) else None
+        if method is None:
+            return raw
+        own = {"loss_agg_mode": method.loss_agg_mode, "old_log_probs": method.old_log_probs[0], **method.settings}
+        return own | {key: value for key, value in raw.items() if value is not None}
 
 
 class AdvantageConfig(Section):
-    """Advantage estimator (methods §1.4)."""
+    """Advantage estimator (docs/algorithms/README.md)."""
 
-    adv_estimator: Literal["skip_observation_gae"] = "skip_observation_gae"
-    """GAE over action tokens only."""
+    adv_estimator: EstimatorName = "skip_observation_gae"
+    """The method; GAE of all kinds needs a value model, the others none."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Discount per action token."""
+    """Discount per action token (per turn for step_gae_*)."""
     lambda_policy: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Fixed λ of the policy's advantages; unset takes 1 - 1/(length_adaptive_alpha · action tokens)."""
+    """Fixed λ of the policy's advantages; unset takes 1 - 1/(length_adaptive_alpha · action tokens, or turns)."""
     length_adaptive_alpha: Rate = 1.5
     """α of the length-adaptive λ."""
     bootstrap_truncated: bool = False
@@ -191,6 +264,14 @@ class AdvantageConfig(Section):
     """Advantages from the critic after its K updates, or before them."""
     whiten: bool = False
     """Scale the policy's advantages to mean 0 and standard deviation 1 over the step."""
+    running_mean_over: Literal["global", "task"] = "global"
+    """Whose rewards `running_mean` averages: all, or those of the same task."""
+    running_mean_window: NotNegative = 0
+    """Rewards in the running mean; 0 takes 128 (global) or 8 (task)."""
+    spo_offline_samples: NotNegative = 0
+    """Rollouts of each task played by the SFT policy before the first step, for a start of `spo`; 0 starts at 1/2."""
+    overlong_buffer: NotNegative = 0
+    """Tokens before rollout.max_tokens over which the reward falls by up to 1 (DAPO's shaping); 0 is off."""
 
 
 class ValueConfig(Section):
@@ -198,8 +279,8 @@ class ValueConfig(Section):
 
     lr: Rate = 1.5e-3
     """Learning rate after warm-up."""
-    updates_per_step: Positive = 2
-    """K: value updates for each policy update."""
+    updates_per_step: NotNegative = 2
+    """K: value updates for each policy update; estimators without a value model make none."""
     warmup_steps: NotNegative = 10
     """Updates of linear warm-up."""
     lambda_value: Annotated[float, Field(ge=0, le=1)] = 1.0

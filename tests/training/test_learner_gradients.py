@@ -17,11 +17,12 @@ import msgspec
 import pytest
 import torch
 
-from soloist.algorithms import losses
 from soloist.config import ModelConfig, RunConfig, build_config
+from soloist.methods import LOSS_METHODS
 from soloist.models.loading import load_policy
 from soloist.models.tiny import build_tiny
 from soloist.models.value import ValueModel
+from soloist.training import estimators, objective
 from soloist.training import learner as learner_module
 from soloist.training.learner import Learner
 from soloist.types import Rollout, Sampling, Segment, Turn, VersionSpan
@@ -191,8 +192,8 @@ class Reference:
 
 def one_step(learner: Learner, rollouts: list[Rollout]) -> tuple[dict[str, torch.Tensor], dict[str, float | None]]:
     """K value updates and a policy update with SGD; how far each policy parameter moved."""
-    learner._policy_optimizer = torch.optim.SGD(learner.policy.parameters(), lr=1.0)
-    learner._value_optimizer = torch.optim.SGD([p for p in learner.value.parameters() if p.requires_grad], lr=VALUE_LR)
+    learner._actor.optimizer = torch.optim.SGD(learner.policy.parameters(), lr=1.0)
+    learner._critic.optimizer = torch.optim.SGD([p for p in learner.value.parameters() if p.requires_grad], lr=VALUE_LR)
     before = {name: parameter.detach().clone() for name, parameter in learner.policy.named_parameters()}
     for _ in range(learner.config.value.updates_per_step):
         learner.update_value(rollouts)
@@ -270,16 +271,17 @@ def test_the_update_does_not_depend_on_micro_batches_or_order(base: Any, budget:
 
 
 def _break_band(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(losses.POLICY_LOSSES, "dis", losses.importance_weighting_loss)
+    real, without = objective.policy_loss, LOSS_METHODS["importance_weighting"]
+    monkeypatch.setattr(objective, "policy_loss", lambda method, settings, inputs: real(without, {}, inputs))
 
 
 def _break_sign(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = learner_module.gae_over_rollouts
-    monkeypatch.setattr(learner_module, "gae_over_rollouts", lambda *a, **k: -real(*a, **k))
+    real = estimators.gae_over_rollouts
+    monkeypatch.setattr(estimators, "gae_over_rollouts", lambda *a, **k: -real(*a, **k))
 
 
 def _break_lambda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learner_module, "length_adaptive_lambda", lambda lengths, alpha: torch.ones(len(lengths)))
+    monkeypatch.setattr(estimators, "length_adaptive_lambda", lambda lengths, alpha: torch.ones(len(lengths)))
 
 
 def _break_target(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,10 +290,10 @@ def _break_target(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _break_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = learner_module.action_log_probs
+    real = objective.action_log_probs
     monkeypatch.setattr(
-        learner_module, "action_log_probs",
-        lambda model, micro, t: real(model, replace(micro, before_t=(micro.before_t - 1).clamp(min=0)), t),
+        objective, "action_log_probs",
+        lambda model, micro, t, **k: real(model, replace(micro, before_t=(micro.before_t - 1).clamp(min=0)), t, **k),
     )  # fmt: skip
 
 

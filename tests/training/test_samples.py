@@ -11,14 +11,13 @@ import msgspec
 import pytest
 import torch
 
-from soloist.algorithms.losses import POLICY_LOSSES
-from soloist.config import LossConfig, ModelConfig, build_config
+from soloist.config import ModelConfig, build_config
 from soloist.metrics import read_metrics
 from soloist.models.loading import load_policy
 from soloist.models.tiny import build_tiny
 from soloist.models.value import ValueModel
 from soloist.training.learner import Learner
-from soloist.training.samples import LONGEST, STEPS, Samples, TokenTable, choose, taught
+from soloist.training.samples import LONGEST, STEPS, Samples, TokenTable, choose
 from soloist.types import Rollout, Segment, Turn, VersionSpan
 
 
@@ -135,21 +134,6 @@ def test_the_best_and_the_worst_with_tools_and_the_most_masked_are_chosen() -> N
     assert choose(rollouts, [0, 0, 0, 2], 4) == [2, 1, 3, 0]
     assert choose(rollouts, [5, 0, 0, 2], 3) == [2, 1, 0]
     assert choose(rollouts[:1], [0], 4) == [0]
-
-
-@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
-def test_a_token_counts_as_taught_exactly_when_the_loss_gives_it_a_gradient(name: str) -> None:
-    log_probs = torch.linspace(-4.0, -0.01, 60).repeat(2).requires_grad_()
-    rollout_log_probs = torch.full((120,), -1.7)
-    advantages = torch.tensor([0.5] * 60 + [-0.5] * 60)
-    loss = LossConfig(policy_loss=name, eps_low=0.3, eps_high=0.8)
-    value, _ = POLICY_LOSSES[name](
-        log_probs, rollout_log_probs, advantages, torch.ones(120), eps_low=loss.eps_low, eps_high=loss.eps_high
-    )
-    value.backward()
-    found = taught((log_probs - rollout_log_probs).detach(), advantages, loss)
-    assert torch.equal(found, log_probs.grad != 0)
-    assert found.all() == (name == "importance_weighting")
 
 
 def test_the_learner_hands_over_what_its_metrics_sum_up(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def _pretraining(c: RunConfig) -> str:
 
 
 def _training(c: RunConfig) -> str:
-    policy, value = c.steps * c.policy.epochs * c.policy.minibatches, c.steps * c.value.updates_per_step
+    policy, value = c.steps * c.policy.epochs * c.policy.minibatches, c.steps * c.value_updates
     bound = f"staleness at most {c.max_staleness}" if c.on_stale != "train" else "staleness without a bound"
     return f"{_rollouts(c.steps * c.rollouts_per_step, c)}; {policy:,} policy and {value:,} value updates; {bound}"
 

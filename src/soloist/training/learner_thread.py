@@ -8,12 +8,13 @@ is one step for the interpreter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from soloist.runtime.health import WorkerThread
-from soloist.training.learner import Learner, Metrics, State
+from soloist.training.learner import Learner, State
 from soloist.training.samples import TokenTable
+from soloist.training.step import Metrics
 from soloist.types import Rollout, WeightsRef
 
 
@@ -52,6 +53,14 @@ class LearnerThread:
     async def log_prob_errors(self, rollouts: Sequence[Rollout]) -> list[float]:
         """See `Learner.log_prob_errors`."""
         return await self._thread.call(self._learner.log_prob_errors, rollouts)
+
+    def task_weight(self, task_id: str) -> float:
+        """See `Learner.task_weight`; at once, on the caller's thread."""
+        return self._learner.task_weight(task_id)
+
+    async def start_rates(self, scores: Mapping[str, Sequence[float]]) -> None:
+        """See `Learner.start_rates`."""
+        await self._thread.call(self._learner.start_rates, scores)
 
     async def publish(self, folder: Path) -> WeightsRef:
         """See `Learner.publish`."""

@@ -46,8 +46,14 @@ class StepBatch:
     """log μ, as the engine recorded it, float32."""
     versions_T: Tensor
     """Version that sampled the token, int64."""
+    turn_T: Tensor
+    """Number of the token's turn within its rollout, from 0 without gaps, int64."""
     rewards_T: Tensor
     """Reward that belongs to the token, float32."""
+    task_ids: list[str]
+    """Task of each rollout."""
+    group_R: Tensor
+    """Number of each rollout's group, int64; rollouts of one group share it."""
     truncated_R: list[bool]
     """Whether a budget cut the rollout."""
     last_segment_R: Integers
@@ -73,6 +79,7 @@ class RolloutArrays:
     position_T: Integers
     log_probs_T: NDArray[np.float32]
     versions_T: Integers
+    turn_T: Integers
     rewards_T: NDArray[np.float64]
     """Rewards of the turns; the final score is added when the step is packed."""
 
@@ -93,13 +100,15 @@ def rollout_arrays(rollout: Rollout) -> RolloutArrays:
             own[span.start : span.end] = span.version
         versions.append(own[actions])
     segment_T, position_T = np.concatenate(segments), np.concatenate(positions)
+    turn_T, rewards_T = _turns(rollout, segment_T, position_T)
     return RolloutArrays(
         sequences=sequences,
         segment_T=segment_T,
         position_T=position_T,
         log_probs_T=np.concatenate(log_probs).astype(np.float32),
         versions_T=np.concatenate(versions),
-        rewards_T=_turn_rewards(rollout, segment_T, position_T),
+        turn_T=turn_T,
+        rewards_T=rewards_T,
     )
 
 
@@ -116,17 +125,20 @@ def _refuse_untrainable(rollout: Rollout) -> None:
             raise ValueError(f"rollout {rollout.rollout_id}, segment {number}: {error}") from error
 
 
-def _turn_rewards(rollout: Rollout, segment_T: Integers, position_T: Integers) -> NDArray[np.float64]:
-    """Rewards of the turns at their tokens, in time order. No reward is lost, whatever it was given for."""
-    rewards_T = np.zeros(len(segment_T))
+def _turns(rollout: Rollout, segment_T: Integers, position_T: Integers) -> tuple[Integers, NDArray[np.float64]]:
+    """Turn and reward of each token, in time order. No reward is lost, whatever it was given for.
+
+    Turns are numbered without gaps; tokens of no turn (there should be none) count to the first.
+    """
+    turn_T, rewards_T = np.zeros(len(segment_T), dtype=np.int64), np.zeros(len(segment_T))
     last = 0
-    for turn in rollout.turns:
+    for number, turn in enumerate(rollout.turns):
         # An empty action has no token of its own; its reward stays with the last token before it.
-        if turn.end > turn.start:
-            own = np.flatnonzero((segment_T == turn.segment) & (position_T == turn.end - 1))
-            last = int(own[0]) if len(own) else last
+        own = np.flatnonzero((segment_T == turn.segment) & (turn.start <= position_T) & (position_T < turn.end))
+        if len(own):
+            turn_T[own], last = number, int(own[-1])
         rewards_T[last] += turn.reward
-    return rewards_T
+    return np.unique(turn_T, return_inverse=True)[1].astype(np.int64), rewards_T
 
 
 def pack(
@@ -164,7 +176,10 @@ def pack(
         lengths_R=tensor(lengths_R),
         rollout_log_probs_T=tensor(np.concatenate([part.log_probs_T for part in parts]), torch.float32),
         versions_T=tensor(np.concatenate([part.versions_T for part in parts])),
+        turn_T=tensor(np.concatenate([part.turn_T for part in parts])),
         rewards_T=tensor(rewards_T, torch.float32),
+        task_ids=[rollout.task_id for rollout in rollouts],
+        group_R=tensor(np.unique([rollout.group_id for rollout in rollouts], return_inverse=True)[1]),
         truncated_R=[rollout.truncated for rollout in rollouts],
         last_segment_R=first_R + segments_R - 1,
     )

@@ -111,7 +111,7 @@ async def _train_again(
     try:
         for stored in chain:
             rollouts = await asyncio.to_thread(read_step_rollouts, source.ledger, stored.step)
-            metrics = await retrain(learner, stored.step, rollouts, config.value.updates_per_step)
+            metrics = await retrain(learner, stored.step, rollouts, config.value_updates)
             equal.append(await learner.fingerprint() == stored.state_hash)
             metrics = rollout_metrics(rollouts, stored.step, clock.now()) | metrics
             # How long they had waited is no longer known: the clock has moved on since.

@@ -22,8 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from soloist.algorithms.trust_regions import band_sides
-from soloist.config import LossConfig
 from soloist.metrics import read_metrics
 from soloist.seams import Storage
 from soloist.training.statistics import staleness_of
@@ -52,29 +50,17 @@ class TokenTable:
     """log π − log μ when the step first used the token, nats."""
     advantages_T: Tensor
     """As the loss got them: whitened when that is set."""
-    values_T: Tensor
-    """V of the state before the token."""
+    values_T: Tensor | None
+    """V of the state before the token; None without a value model."""
     in_band_T: Tensor
     """Whether the token could teach the policy, bool."""
 
     def rows(self) -> Iterator[tuple[list[Any], ...]]:
         """(ratios, advantages, values, in band or not) of each rollout in turn."""
-        columns = (self.log_ratio_T.clamp(-20, 20).exp(), self.advantages_T, self.values_T, self.in_band_T)
+        values_T = torch.full_like(self.advantages_T, torch.nan) if self.values_T is None else self.values_T
+        columns = (self.log_ratio_T.clamp(-20, 20).exp(), self.advantages_T, values_T, self.in_band_T)
         for parts in zip(*(column.cpu().split(self.lengths_R) for column in columns), strict=True):
             yield tuple(part.tolist() for part in parts)
-
-
-def taught(log_ratio_T: Tensor, advantages_T: Tensor, loss: LossConfig) -> Tensor:
-    """Tokens with a gradient, bool [T]: inside the band for `dis`, not clipped for `ppo`, all without a trust region.
-
-    `ppo` clips a token only where the ratio has gone further in the direction that its advantage asks for.
-    """
-    below_T, above_T = band_sides(log_ratio_T, loss.eps_low, loss.eps_high)
-    if loss.policy_loss == "dis":
-        return ~(below_T | above_T)
-    if loss.policy_loss == "ppo":
-        return ~((below_T & (advantages_T < 0)) | (above_T & (advantages_T > 0)))
-    return torch.ones_like(below_T)
 
 
 class Samples:
@@ -224,4 +210,4 @@ def _append(path: Path, rows: Iterable[Row]) -> None:
 
 def _short(number: float | None) -> float | None:
     # Four digits are more than a colour shows, and a third of the bytes.
-    return None if number is None else float(f"{number:.4g}")
+    return None if number is None or number != number else float(f"{number:.4g}")

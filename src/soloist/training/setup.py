@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from soloist.config import RunConfig
 from soloist.engines.pool import EngineSet, pinned_engine, sampling_engines
@@ -143,9 +144,17 @@ async def open_bench(
 
 
 def build_learner(config: RunConfig, folder: RunFolder) -> Learner:
-    """Policy from the SFT folder, value model from its pretraining. Raises UserError or RunError."""
+    """Policy (and reference) from the SFT folder, value model from its pretraining. Raises UserError or RunError."""
     torch.set_num_threads(config.threads)
     policy = load_policy(folder.sft_model, config.model.dtype, config.model.device)
+    reference = None
+    if config.loss.kl_coef:
+        reference = load_policy(folder.sft_model, config.model.dtype, config.model.device).requires_grad_(False)
+    value = _value_model(policy, folder) if config.has_critic else None
+    return Learner(policy, value, config, reference)
+
+
+def _value_model(policy: PreTrainedModel, folder: RunFolder) -> ValueModel:
     value = ValueModel.from_policy(policy)
     found = Checkpoints(folder.value_pretraining / "best").load_newest(lambda text: None)
     if found is None:
@@ -153,7 +162,7 @@ def build_learner(config: RunConfig, folder: RunFolder) -> Learner:
     with torch.no_grad():
         for name, parameter in value.named_parameters():
             parameter.copy_(found[1]["value"][0][name])
-    return Learner(policy, value, config)
+    return value
 
 
 async def probe_parity(bench: Bench, learner: LearnerThread) -> float:
