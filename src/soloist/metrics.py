@@ -43,7 +43,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "correction/truncated_frac": ("share", "trained tokens whose correction was cut at the cap, or 0"),
     "cispo/clip_frac": ("share", "trained tokens whose ratio was outside 1 − eps_low … 1 + eps_high"),
     "m2po/masked_frac": ("share", "trained tokens left out so that the second moment stays below m2_threshold"),
-    "tv/masked_frac": ("share", "trained tokens whose probability has moved by more than tv_delta as their advantage asks"),
+    "tv/masked_frac": ("share", "trained tokens whose probability moved by more than tv_delta as the advantage asks"),
     "sat/gate_rate": ("share", "trained tokens staler than the quantile, whose interval shrank"),
     "sat/radius_low": ("1", "mean way from 1 to the lower end of the interval"),
     "sat/radius_high": ("1", "mean way from 1 to the upper end of the interval"),

@@ -29,7 +29,7 @@ def log_ratio(log_probs_T: Tensor, old_log_probs_T: Tensor) -> Tensor:
 def with_gradient_of(log_probs_T: Tensor, values_T: Tensor) -> Tensor:
     """sg(x) + log π_θ − sg(log π_θ): the value of x and the gradient of log π_θ, [T] in nats.
 
-    The token form of a sequence's ratio (GSPO, arXiv 2507.18071, eqs 13–14): the tokens of a sequence may lie in several
+    The token form of a sequence's ratio (GSPO, arXiv 2507.18071, eqs 13–14): tokens of a sequence may lie in several
     micro-batches. Where A is constant over a sequence the gradient is that of GSPO itself.
     """
     # An impossible token has no gradient; −inf − (−inf) would be NaN.
