@@ -102,7 +102,10 @@ def test_a_mistake_is_named_with_what_was_found_and_what_is_possible(raw: dict[s
     [
         ({"rollouts_per_step": 6, "group_size": 4}, ["rollouts_per_step = 6", "group_size = 4", "multiple"]),
         ({"publish_every": 4, "max_staleness": 1}, ["publish_every = 4", "= 1", "raise max_staleness to 3"]),
-        ({"deterministic": True}, ["deterministic", "max_staleness = 0, found 2"]),
+        ({"deterministic": True}, ["deterministic", "max_staleness = 0 or a lag, found 2"]),
+        ({"lag": 2, "max_staleness": 3}, ["lag = 2", "max_staleness = 3", "leave max_staleness out"]),
+        ({"lag": 1, "on_stale": "drop"}, ["lag = 1", "on_stale = 'wait'", "found 'drop'"]),
+        ({"lag": 3, "publish_every": 2}, ["lag = 3", "publish_every = 1", "and 2", "leave them out"]),
         ({"deterministic": True, "max_staleness": 0, "engine": {"slots": 8}}, ["slots = 8", "raise engine.slots"]),
         ({"deterministic": True, "max_staleness": 0, "engine": {"count": 2}}, ["engine.count = 2", "set it to 1"]),
         ({"rollout": {"max_tokens": 500}}, ["rollout.max_tokens = 500", "engine.max_length = 256"]),
@@ -124,6 +127,15 @@ def test_settings_that_contradict_each_other_are_refused_with_the_arithmetic(
     said = sentence(raw)
     assert [part for part in parts if part not in said] == []
     assert "\n" not in said
+
+
+def test_a_lag_is_the_bound_on_staleness_and_makes_deterministic_mode_possible() -> None:
+    for lag in (0, 1, 5):
+        config = build_config({"lag": lag, "deterministic": True}, "my.toml")
+        assert (config.lag, config.max_staleness) == (lag, lag)
+        assert build_config(tomllib.loads(dump_config(config)), "again") == config
+    assert build_config({"max_staleness": 3}, "my.toml").lag is None
+    assert sentence({"lag": "soon"}).startswith("my.toml: lag: found 'soon', expected: ")
 
 
 def test_overrides_reach_nested_keys_and_are_read_as_toml() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from soloist.config import RunConfig, build_config
 from soloist.rollout.play import new_rollout
-from soloist.runtime.ledger import read_steps
+from soloist.runtime.ledger import read_rollouts, read_steps
 from soloist.seams import SystemClock
 from soloist.training.checkpoint import Checkpoints
 from soloist.training.observer import SilentObserver
@@ -30,7 +30,6 @@ def config_for(folder: Path, name: str, **changes: Any) -> RunConfig:
         "runs_dir": str(folder),
         "steps": STEPS,
         "deterministic": True,
-        "max_staleness": 0,
         "rollouts_per_step": 8,
         "players": 8,
         "environment": {"name": "two-turns"},
@@ -41,6 +40,8 @@ def config_for(folder: Path, name: str, **changes: Any) -> RunConfig:
         "value_pretraining": {"rollouts": 64, "epochs": 1, "gate": -1e9},
         "eval": {"problems": 8, "samples": 1},
     }
+    if "lag" not in changes:
+        raw["max_staleness"] = 0
     return build_config(raw | changes, "test")
 
 
@@ -104,3 +105,22 @@ async def test_five_steps_equal_a_plain_loop_byte_for_byte(prepared: Path) -> No
     moved = [name for name in state if name.startswith("policy/")]
     start = dict(build_learner(config, RunFolder(config)).policy.named_parameters())
     assert any(not torch.equal(state[name], start[name.removeprefix("policy/")]) for name in moved), "it did train"
+
+
+@pytest.mark.timeout(240)
+def test_a_lag_of_two_gives_the_same_bits_again_and_every_rollout_is_exactly_so_old(prepared: Path) -> None:
+    """Generation overlaps with training here, and the order of arrival is another one each time."""
+    config, state = trained(prepared, "lag", lag=2)
+    again, same = trained(prepared, "lag again", lag=2, players=5)
+    hashes = [[step.state_hash for step in read_steps(one.folder / "ledger.sqlite")] for one in (config, again)]
+    assert hashes[0] == hashes[1]
+    assert different(state, same) == []
+    ages = set()
+    for row in read_rollouts(config.folder / "ledger.sqlite", state="trained"):
+        assert row.rollout is not None
+        assert row.step is not None
+        ages |= {(row.step, row.step - span.version) for span in row.rollout.spans()}
+    assert ages == {(step, min(step, 2)) for step in range(STEPS)}
+    synchronous = read_steps(trained(prepared, "no lag")[0].folder / "ledger.sqlite")
+    assert [one.state_hash for one in synchronous][:1] == hashes[0][:1]
+    assert [one.state_hash for one in synchronous][1:] != hashes[0][1:]

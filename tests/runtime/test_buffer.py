@@ -138,6 +138,46 @@ async def test_the_learner_waits_for_a_full_step_and_players_for_a_place() -> No
     assert (await soon(player)).version == 1
 
 
+async def test_with_a_lag_engines_are_held_until_their_last_step_is_full_and_the_wait_has_a_limit() -> None:
+    clock, reports = FakeClock(), []
+    health = {"stall_report_seconds": 10, "stall_limit_seconds": 25}
+    buffer = make_buffer({"max_staleness": 1, "lag": 1, "health": health}, clock=clock, on_stall=reports.append)
+    leases = [await lease_at(buffer, 0), await lease_at(buffer, 0)]
+    for lease in leases:
+        await buffer.put(lease, played(lease))
+    await soon(buffer.take(version=0))
+    held = asyncio.create_task(buffer.served(0))
+    leases = [await lease_at(buffer, 0), await lease_at(buffer, 0)]
+    assert [lease.step for lease in leases] == [1, 1]
+    await buffer.put(leases[0], played(leases[0]))
+    assert await waits(held)
+    clock.seconds += 11
+    await until_told(reports)
+    assert reports[0].startswith("no full step for 11.0 s: step 1;")
+    await buffer.put(leases[1], played(leases[1]))
+    await soon(held)
+    held = asyncio.create_task(buffer.served(1))
+    assert await waits(held)
+    clock.seconds += 26
+    with pytest.raises(RunError, match=r"no full step for 26.0 s, the limit"):
+        await soon(held)
+    assert make_buffer().admission.needs(0) is False
+
+
+async def test_with_a_lag_tokens_of_two_versions_end_the_run() -> None:
+    buffer = make_buffer({"max_staleness": 1, "lag": 1, "rollouts_per_step": 1})
+    lease = await lease_at(buffer, 0)
+    await buffer.put(lease, played(lease))
+    await soon(buffer.take(version=0))
+    lease = await lease_at(buffer, 0)
+    mixed = played(lease, tokens=2)
+    spans = [VersionSpan(version=0, start=1, end=2), VersionSpan(version=1, start=2, end=3)]
+    mixed = structs.replace(mixed, segments=[structs.replace(mixed.segments[0], version_spans=spans)])
+    with pytest.raises(RunError, match=r"versions \[0, 1\]; with a lag all tokens are of one"):
+        await buffer.put(lease, mixed)
+    assert buffer.admission.step == 1
+
+
 async def test_a_failed_attempt_frees_its_place_and_the_next_starts_empty() -> None:
     buffer = make_buffer({"rollouts_per_step": 1, "max_staleness": 0})
     first = await lease_at(buffer, 0)

@@ -28,7 +28,7 @@ from soloist.seams import Storage, installed_faults
 from soloist.training.durable import Job, train_durably
 from soloist.training.run_folder import RunFolder
 from soloist.training.snapshots import SnapshotFolder
-from soloist.training.weights import PublishedWeights
+from soloist.training.weights import PublishedWeights, versions_kept
 from soloist.types import Failure, Rollout, Sampling, Segment, Task, VersionSpan, WeightsRef
 
 STEPS, SIZE, EVERY = 6, 3, 2
@@ -150,11 +150,14 @@ def content(rollout: Rollout) -> str:
 
 
 def config_for(folder: Path, **changes: Any) -> RunConfig:
+    """A deterministic run, synchronous unless a `lag` or another bound is given."""
     raw: dict[str, Any] = {
         "runs_dir": str(folder), "name": "run", "steps": STEPS, "rollouts_per_step": SIZE, "players": 4,
-        "checkpoint_every": EVERY, "deterministic": True, "max_staleness": 0,
+        "checkpoint_every": EVERY, "deterministic": True,
         "rollout": {"retry_seconds": 0, "attempts": 50}, "health": {"max_failed_ratio": 1.0},
     }  # fmt: skip
+    if changes.get("lag") is None:
+        raw["max_staleness"] = 0
     return build_config(raw | changes, "test")
 
 
@@ -186,7 +189,8 @@ def trained(
 
     job = Job(
         config=config, folder=folder, learner=learner, snapshots=snapshots_of(config, storage),
-        weights=PublishedWeights(folder.weights, base), open_players=open_players, observer=said,
+        weights=PublishedWeights(folder.weights, base, keep=versions_kept(config)), open_players=open_players,
+        observer=said,
     )  # fmt: skip
     asyncio.run(train_durably(job))
     return asyncio.run(learner.fingerprint()), said.notes
@@ -264,11 +268,22 @@ def test_the_loop_and_the_run_load_without_torch() -> None:
     assert done.stderr == ""
 
 
+def staleness_in(config: RunConfig) -> dict[int, set[int]]:
+    """Staleness values of each step's trained rollouts, from the ledger."""
+    found: dict[int, set[int]] = {}
+    for row in read_rollouts(RunFolder(config).ledger, state="trained"):
+        assert row.rollout is not None
+        assert row.step is not None
+        found.setdefault(row.step, set()).update(row.step - span.version for span in row.rollout.spans())
+    return found
+
+
 @pytest.mark.timeout(240)
-def test_a_run_that_dies_once_at_any_fault_point_ends_with_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lag", [None, 2])
+def test_a_run_that_dies_once_at_any_fault_point_ends_with_the_same_bits(tmp_path: Path, lag: int | None) -> None:
     """R1, R2, RB-103, RB-106: every named instant in turn, around every write, sync, rename, update and publish."""
     names: list[str] = []
-    straight = config_for(tmp_path / "straight")
+    straight = config_for(tmp_path / "straight", lag=lag)
     with installed_faults(dying_at(10**9, names)):
         expected, _ = trained(straight)
     check_history(straight)
@@ -279,19 +294,22 @@ def test_a_run_that_dies_once_at_any_fault_point_ends_with_the_same_bits(tmp_pat
     firsts = {name: number for number, name in reversed(list(enumerate(names, start=1)))}
     others = random.Random(0).sample(range(1, len(names) + 1), 25)
     for number in sorted({*firsts.values(), *others}):
-        config = config_for(tmp_path / f"{number}")
+        config = config_for(tmp_path / f"{number}", lag=lag)
         assert survives(config, calm, [number]) == expected, names[number - 1]
         check_history(config)
+        assert staleness_in(config) == {step: {min(step, lag or 0)} for step in range(STEPS)}, names[number - 1]
 
 
+@pytest.mark.parametrize("lag", [0, 1, 3, 9])
 @pytest.mark.parametrize("seed", range(6))
-def test_ten_deaths_and_another_number_of_players_change_no_bit(tmp_path: Path, seed: int) -> None:
+def test_ten_deaths_and_another_number_of_players_change_no_bit(tmp_path: Path, seed: int, lag: int) -> None:
     """R2: deterministic mode, dying at random points, some of them during recovery, with rollouts that break."""
     rng = random.Random(seed)
-    expected, _ = trained(config_for(tmp_path / "straight"))
-    config = config_for(tmp_path / "dying", players=1 + seed)
+    expected, _ = trained(config_for(tmp_path / "straight", lag=lag))
+    config = config_for(tmp_path / "dying", lag=lag, players=1 + seed)
     assert survives(config, moods(seed), [rng.randint(2, 60) for _ in range(10)]) == expected
     check_history(config)
+    assert staleness_in(config) == {step: {min(step, lag)} for step in range(STEPS)}
     assert {record["step"] for record in read_metrics(RunFolder(config).metrics, "train")} == set(range(STEPS))
 
 
@@ -320,12 +338,13 @@ def test_asynchronous_runs_lose_nothing_keep_the_bound_and_replay_to_the_same_bi
     assert asyncio.run(learner.fingerprint()) == final
 
 
-def test_a_second_resume_goes_on_where_the_first_one_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lag", [0, 1, 2, 4])
+def test_a_second_resume_goes_on_where_the_first_one_ended(tmp_path: Path, lag: int) -> None:
     """RB-094, RB-095: more steps are asked for twice; the log says where it goes on and with which tasks."""
-    expected, _ = trained(config_for(tmp_path / "straight", steps=9))
+    expected, _ = trained(config_for(tmp_path / "straight", steps=9, lag=lag))
     for steps in (3, 5):
-        trained(config_for(tmp_path / "parts", steps=steps))
-    found, said = trained(config_for(tmp_path / "parts", steps=9))
+        trained(config_for(tmp_path / "parts", steps=steps, lag=lag))
+    found, said = trained(config_for(tmp_path / "parts", steps=9, lag=lag))
     assert found == expected
     assert said[0].startswith("train goes on at step 5: snapshot of step 5, 0 recorded steps trained again")
     with pytest.raises(UserError, match="has 9 steps already, found steps = 4"):
@@ -521,6 +540,60 @@ def test_the_error_of_a_player_ends_the_run_as_it_is(tmp_path: Path) -> None:
     assert len(read_steps(RunFolder(config).ledger)) >= 1
     trained(config)
     check_history(config)
+
+
+def test_with_a_lag_every_version_samples_its_step_also_with_groups_and_rollouts_that_break(tmp_path: Path) -> None:
+    """Methods §8: exactly min(step, lag), in runs that promise no bits, too, and whatever breaks."""
+    for lag, seed in ((1, 0), (3, 1)):
+        config = config_for(
+            tmp_path / f"lag {lag}", deterministic=False, lag=lag, rollouts_per_step=4, group_size=2, players=5
+        )
+        trained(config, moods(seed))
+        check_history(config)
+        assert staleness_in(config) == {step: {min(step, lag)} for step in range(STEPS)}
+        assert config.max_staleness == lag
+
+
+def test_publishing_every_n_steps_is_the_other_controlled_lag(tmp_path: Path) -> None:
+    """SAT's configured lag: with max_staleness = publish_every - 1 a rollout of step b is b mod publish_every old."""
+    config = config_for(tmp_path, deterministic=False, publish_every=3, max_staleness=2, steps=8)
+    trained(config, moods(1))
+    check_history(config)
+    assert staleness_in(config) == {step: {step % 3} for step in range(8)}
+
+
+def test_a_resume_with_a_lag_names_the_weights_that_it_needs_and_can_not_find(tmp_path: Path) -> None:
+    config = config_for(tmp_path, lag=2, steps=4)
+    trained(config)
+    kept = sorted(path.name for path in RunFolder(config).weights.iterdir())
+    assert kept == ["step_1", "step_2", "step_3", "step_4"]
+    (RunFolder(config).weights / "step_2" / "model.safetensors").unlink()
+    with pytest.raises(RunError, match=r"step_2/model.safetensors is gone, but with a lag the next rollouts"):
+        trained(config_for(tmp_path, lag=2, steps=6))
+
+
+def test_with_a_lag_players_go_on_beside_the_learner_and_no_further_than_the_last_step(tmp_path: Path) -> None:
+    """Pipelined from a lag of 1 on, and nothing is sampled that this run can't train."""
+    ahead: list[int] = []
+    begun: list[int] = []
+
+    class Slow(NumericLearner):
+        async def update_value(self, rollouts: Sequence[Rollout]) -> dict[str, float | None]:
+            for _ in range(200):
+                await asyncio.sleep(0)
+            ahead.append(len(begun) - SIZE * (self.version + 1))
+            return await super().update_value(rollouts)
+
+    async def count(rollout: Rollout) -> bool:
+        begun.append(rollout.place)
+        return await calm(rollout)
+
+    for lag in (0, 1):
+        ahead.clear(), begun.clear()
+        trained(config_for(tmp_path / f"{lag}", lag=lag, players=40), count, learner=Slow())
+        assert len(begun) == STEPS * SIZE
+        expected = [min(lag, STEPS - 1 - step) * SIZE for step in range(STEPS)]
+        assert ahead[1::2] == expected, "what is under way when the second value update of each step begins"
 
 
 @pytest.mark.parametrize("on_stale", ["wait", "drop", "train"])

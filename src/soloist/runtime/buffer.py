@@ -2,14 +2,15 @@
 
     players   lease ──► play ──► put                 wait for: a place (woken by put, take, wake)
     learner                       take ──► train     waits for: a full current step (woken by put)
+    publisher (lag only)          served ──► load    waits for: full steps of the engines' version (woken by put)
 
 States of an attempt: running → finished → scored → trained, or failed, or dropped (drawn in `places.py`).
 Invariant, whenever no call is running: attempts = running + finished + scored + trained + dropped + failed, and no step
 holds more than `rollouts_per_step` rollouts. All changes happen synchronously between two awaits and end with one
 signal that wakes every waiter, so there is no lock to hold and no wake-up to lose.
 
-Guarantees: a wait for a step is reported after `stall_report_seconds`, again after as many more, and ends the run after
-`stall_limit_seconds`; too many failures end it with the dominant reason; the first error wakes everybody.
+Guarantees: a wait for full steps is reported after `stall_report_seconds`, again after as many more, and ends the run
+after `stall_limit_seconds`; too many failures end it with the dominant reason; the first error wakes everybody.
 Not covered: deadlines of episodes (the player's), durability (`ledger.py`). A player's wait for a place is reported
 after `stall_limit_seconds` without any change, but doesn't end the run: a long optimizer step looks the same.
 """
@@ -22,6 +23,7 @@ from typing import Any, NoReturn
 
 from soloist.config import RunConfig
 from soloist.errors import RunError
+from soloist.runtime.exact_lag import ExactLag
 from soloist.runtime.leases import Journal, Lease, NoJournal
 from soloist.runtime.ledger_rows import Frontier
 from soloist.runtime.places import Places
@@ -64,7 +66,7 @@ class RolloutBuffer:
         self._moved_at = self._spoke_at = self._clock.monotonic()
 
     @property
-    def admission(self) -> Admission:
+    def admission(self) -> Admission | ExactLag:
         """Which step comes next and who may enter it."""
         return self._places.admission
 
@@ -105,22 +107,20 @@ class RolloutBuffer:
         if version != self.admission.step:
             raise RunError(f"take(version={version}), but step {self.admission.step} comes next; take steps in order")
         self._queue_size = self._places.scored_count()
-        began = self._spoke_at = self._clock.monotonic()
-        self._taking = True
-        try:
-            while not self._ready():
-                await self._change()
-                # A step that filled at the last moment is not a stall.
-                if not self._ready():
-                    self._report_stall(began)
-        finally:
-            self._taking = False
+        await self._until(self.admission.ready)
         try:
             rollouts = self._places.consume()
         except RunError as error:
             self._end(error)
         self.wake()
         return sorted(rollouts, key=lambda rollout: rollout.place) if self._sorted else rollouts
+
+    async def served(self, version: int) -> None:
+        """Wait until no step needs engines of `version` any more: at once, but for a run with a `lag`.
+
+        Raises RunError after `stall_limit_seconds`, and the error that ended the run.
+        """
+        await self._until(lambda: not self.admission.needs(version))
 
     def wake(self) -> None:
         """Wake all waiters because something changed. Call it after engines loaded a new version."""
@@ -195,9 +195,23 @@ class RolloutBuffer:
 
     # Waiting, and what may end it.
 
-    def _ready(self) -> bool:
-        self._raise_error()
-        return self.admission.ready()
+    async def _until(self, full: Callable[[], bool]) -> None:
+        """Wait for steps that fill, with reports and a limit."""
+
+        def done() -> bool:
+            self._raise_error()
+            return full()
+
+        began = self._spoke_at = self._clock.monotonic()
+        self._taking = True
+        try:
+            while not done():
+                await self._change()
+                # A step that filled at the last moment is not a stall.
+                if not done():
+                    self._report_stall(began)
+        finally:
+            self._taking = False
 
     async def _change(self) -> None:
         """Until the next signal, or until it is time to look at the clock."""

@@ -9,12 +9,12 @@ Guarantees: a failure is never handed out for training, nor is a rollout without
 not finite; an attempt's record starts empty; a result that nobody waits for any more is ignored; every rollout handed
 out obeys the staleness bound of `wait` and `drop`; what changes an attempt's fate is told to the journal before the
 place is leased again.
-Not covered: waiting and deadlines (`buffer.py`), the step a unit may enter (`staleness.py`), durability (`ledger.py`).
+Not covered: waiting and deadlines (`buffer.py`), the step a unit may enter (`staleness.py`,
+`exact_lag.py`), what may be trained (`verdicts.py`), durability (`ledger.py`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,11 +23,13 @@ import msgspec
 from soloist.config import RunConfig
 from soloist.errors import RunError
 from soloist.metrics import mean
+from soloist.runtime.exact_lag import ExactLag
 from soloist.runtime.leases import Journal, Lease, Running, Unit
 from soloist.runtime.ledger_rows import Frontier
 from soloist.runtime.staleness import Admission
 from soloist.runtime.tally import Tally
 from soloist.runtime.tasks import TaskSource
+from soloist.runtime.verdicts import check_staleness, flaw_of, oldest_of
 from soloist.seams import Clock
 from soloist.types import Failure, Rollout, Task
 
@@ -139,7 +141,7 @@ class Places:
         units = [self._units.pop(index) for index in self.admission.consume()]
         pairs = [pair for unit in units for _, pair in sorted(unit.scored.items())]
         for rollout, _ in pairs:
-            self._check_staleness(rollout, step)
+            check_staleness(rollout, step, self._config)
         for unit in units:
             self.source.trained(unit.index)
         self.tally.trained(len(pairs))
@@ -234,12 +236,12 @@ class Places:
             self._counts[index] = (attempts, [frontier.tries.get(place, 0) for place in places])
         units: dict[int, list[Rollout]] = {}
         for rollout in frontier.scored:
-            flaw = self._flaw(rollout)
+            flaw = flaw_of(rollout, self.admission.step, self._config.lag)
             if flaw is None:
                 units.setdefault(rollout.place // self._size, []).append(rollout)
             else:
                 self._refuse(rollout, flaw)
-        for index, rollouts in sorted(units.items(), key=lambda pair: (_oldest(pair[1]), pair[0])):
+        for index, rollouts in sorted(units.items(), key=lambda pair: (oldest_of(pair[1]), pair[0])):
             self._restore_unit(index, rollouts)
 
     # Units.
@@ -252,7 +254,7 @@ class Places:
         return unit
 
     def _restore_unit(self, index: int, rollouts: list[Rollout]) -> None:
-        whole, oldest = len(rollouts) == self._size, _oldest(rollouts)
+        whole, oldest = len(rollouts) == self._size, oldest_of(rollouts)
         # A group with members missing reserves a place as if it were leased now; a whole one needs no lease.
         step = self.admission.restore(index, oldest) if whole else self.admission.reserve(index, oldest, restored=True)
         if step is None:
@@ -267,8 +269,10 @@ class Places:
         unit.pending = [member for member in unit.pending if member not in unit.scored]
         self.tally.attempts += len(rollouts)
 
-    def _new_admission(self, step: int) -> Admission:
+    def _new_admission(self, step: int) -> Admission | ExactLag:
         c = self._config
+        if c.lag is not None:
+            return ExactLag(c.rollouts_per_step, c.lag, unit_size=c.group_size, step=step)
         return Admission(c.rollouts_per_step, c.max_staleness, c.on_stale, unit_size=c.group_size, step=step)
 
     def _issue(self, unit: Unit, version: int) -> Lease:
@@ -304,28 +308,16 @@ class Places:
             return rollout.failure or Failure(boundary="environment", reason="failed without a reason")
         if rollout.status == "aborted" or unit.doomed:
             return None
-        flaw = self._flaw(rollout)
+        flaw = flaw_of(rollout, self.admission.step, self._config.lag)
         if flaw is not None and flaw.boundary == "engine":
             self._refuse(rollout, flaw)
             raise RunError(f"rollout {rollout.rollout_id} from engine '{rollout.engine}' has {flaw.reason}")
         if flaw is not None:
             return flaw
-        oldest = _oldest([rollout])
+        oldest = oldest_of([rollout])
         # Under `wait` the place was promised for the version at the lease; an engine that fell back breaks that.
         if self.admission.mode == "wait" and not self.admission.join(unit.index, oldest):
             return Failure(boundary="engine", reason=f"sampled by version {oldest}, older than when it was leased")
-        return None
-
-    def _flaw(self, rollout: Rollout) -> Failure | None:
-        """Why a scored rollout must not be trained whatever its place, or None."""
-        if rollout.action_tokens == 0:
-            return Failure(boundary="empty", reason="no action token")
-        if rollout.reward is None or not math.isfinite(rollout.reward):
-            return Failure(boundary="scorer", reason=f"reward {rollout.reward} is not a finite number")
-        oldest, step = rollout.oldest_version, self.admission.step
-        if oldest is None or not 0 <= oldest <= step:
-            rule = "every action token needs the version of weights that were published"
-            return Failure(boundary="engine", reason=f"oldest version {oldest} at step {step}; {rule}")
         return None
 
     def _refuse(self, rollout: Rollout, flaw: Failure) -> None:
@@ -334,7 +326,7 @@ class Places:
     def _occupy_if_complete(self, unit: Unit) -> None:
         if len(unit.scored) < self._size:
             return
-        oldest = _oldest([rollout for rollout, _ in unit.scored.values()])
+        oldest = oldest_of([rollout for rollout, _ in unit.scored.values()])
         if self.admission.occupy(unit.index, oldest) is None:
             self._doom(unit, "stale", "stale")
 
@@ -383,20 +375,3 @@ class Places:
         del self._units[unit.index]
         self._counts[unit.index] = (unit.attempts, unit.tries)
         self.source.give_back(unit.index)
-
-    def _check_staleness(self, rollout: Rollout, step: int) -> None:
-        """Last look at the bound, at the moment of training and independent of `Admission`."""
-        c = self._config
-        oldest = rollout.oldest_version
-        staleness = None if oldest is None else step - oldest
-        late = staleness is not None and c.on_stale != "train" and staleness > c.max_staleness
-        if staleness is None or staleness < 0 or late:
-            raise RunError(
-                f"rollout {rollout.rollout_id} has staleness {staleness} at step {step}, outside 0 … max_staleness = "
-                f"{c.max_staleness} (on_stale = '{c.on_stale}'); this is a bug of the admission or of the engine"
-            )
-
-
-def _oldest(rollouts: list[Rollout]) -> int:
-    """Oldest version in a group whose rollouts all have one."""
-    return min(rollout.oldest_version or 0 for rollout in rollouts)

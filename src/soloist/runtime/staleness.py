@@ -185,6 +185,10 @@ class Admission:
 
     # What the others may know.
 
+    def needs(self, version: int) -> bool:
+        """Whether engines must stay at `version`: never, as any version within the bound will do (see `ExactLag`)."""
+        return False
+
     def step_state(self, step: int) -> StepState:
         """`waiting` (has free places), `stuck` (waits for the units that hold the last places) or `ready`."""
         if self._free(step) > 0:

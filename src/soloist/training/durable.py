@@ -20,8 +20,10 @@ from soloist.config import RunConfig
 from soloist.errors import UserError
 from soloist.metrics import MetricsLog, read_metrics
 from soloist.runtime.buffer import RolloutBuffer
+from soloist.runtime.exact_lag import ExactLag
 from soloist.runtime.health import EventLoopDelay
 from soloist.runtime.ledger import Ledger, StoredStep
+from soloist.runtime.staleness import Admission
 from soloist.runtime.tasks import TaskSource
 from soloist.seams import Clock, SystemClock
 from soloist.training.loop import train
@@ -98,7 +100,7 @@ async def train_durably(job: Job) -> None:
             ledger,
             job.snapshots,
             job.learner,
-            value_updates=config.value.updates_per_step,
+            value_updates=config.value_updates,
             note=note,
             on_step=_fill_metrics(job, log),
         )
@@ -133,6 +135,7 @@ async def _train(
         journal=ledger,
     )
     buffer.restore(found.frontier)
+    await _set_engines_back(job, players.engines, buffer.admission)
     delay = EventLoopDelay()
     run = Run(
         config=job.config,
@@ -158,6 +161,13 @@ async def _train(
         await train(run)
     finally:
         gauge.cancel()
+
+
+async def _set_engines_back(job: Job, engines: Engines, admission: Admission | ExactLag) -> None:
+    """With a lag: load the version that the first step to be filled needs, as in the run before the crash."""
+    # Older than what was published last, unless the crash came when that was just what players waited for.
+    if isinstance(admission, ExactLag) and admission.version < engines.version:
+        await engines.load(job.weights.reference_to(admission.version))
 
 
 def _refuse_fewer_steps(job: Job, done: int) -> None:

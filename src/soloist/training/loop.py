@@ -5,6 +5,8 @@
  player n    a place and its task     one rollout       `lease`: a place is free      a step taken, new weights
  (buffer)    time                     stall reports     nobody                        whoever waits
 
+With a `lag`, `train` also waits in `publish`: for full steps of the engines' version, before they load the next.
+
 All waiting happens in `runtime/buffer.py`. Every task belongs to one TaskGroup; the first that fails ends the run.
 """
 
@@ -22,7 +24,7 @@ async def train(run: Run) -> None:
         players = [group.create_task(play(run), name=f"player {n}") for n in range(run.config.players)]
         for step in range(run.first_step, run.config.steps):
             rollouts = await timed("wait_for_rollouts", run.buffer.take(version=step))
-            for _ in range(run.config.value.updates_per_step):  # the critic learns faster: K = 2
+            for _ in range(run.config.value_updates):  # the critic learns faster: K = 2
                 value = await timed("update_value", run.learner.update_value(rollouts))
                 run.note(value)
             policy = await timed("update_policy", run.learner.update_policy(rollouts))  # skip-observation GAE, DIS

@@ -181,21 +181,39 @@ class Run:
         return (step + 1) % self.config.publish_every == 0 or step + 1 == self.config.steps
 
     async def publish(self, version: int) -> None:
-        """Write the learner's weights and load them into all engines. In-flight requests go on."""
+        """Write the learner's weights and load them into all engines. In-flight requests go on.
+
+        With a lag engines go on from one version to the next only when every step that needs the one is occupied.
+        """
         reference = await self.learner.publish(self.weights.folder_of(version))
         fault_point("publish:written")
         if reference.version != version:
             raise RunError(f"the learner published version {reference.version}, but step {version} was due")
 
+        if self.config.lag is None:
+            await self._load(reference)
+        else:
+            await self._follow(reference, self.config.lag)
+        fault_point("publish:loaded")
+        self.weights.forget_old(version)
+
+    async def _follow(self, newest: WeightsRef, lag: int) -> None:
+        """Bring engines up to `newest`, version by version: after a resume they may be several behind."""
+        # Version v serves step v + lag; what no step of this run needs is not loaded.
+        last = min(newest.version, self.config.steps - 1 - lag)
+        while self.engines.version < last:
+            await self.buffer.served(self.engines.version)
+            following = self.engines.version + 1
+            await self._load(newest if following == newest.version else self.weights.reference_to(following))
+
+    async def _load(self, weights: WeightsRef) -> None:
         def report(waited: float) -> None:
             self.observer.note(
-                f"not all engines have loaded version {version} after {waited:.1f} s: {self.buffer.report()}"
+                f"not all engines have loaded version {weights.version} after {waited:.1f} s: {self.buffer.report()}"
             )
 
         async with reported_wait(report, self.config.health.stall_report_seconds, self.clock):
-            await self.engines.load(reference)
-        fault_point("publish:loaded")
-        self.weights.forget_old(version)
+            await self.engines.load(weights)
         self.buffer.wake()
 
     async def record(self, step: int, rollouts: list[Rollout]) -> None:

@@ -34,7 +34,7 @@ from soloist.training.pretrain_value import ValuePretraining, shuffled, store_ro
 from soloist.training.run_folder import RunFolder
 from soloist.training.setup import Bench, TrainingBench, build_learner, build_rendered, open_bench
 from soloist.training.sft import run_sft
-from soloist.training.weights import PublishedWeights
+from soloist.training.weights import PublishedWeights, versions_kept
 from soloist.types import Rollout, WeightsRef
 
 T = TypeVar("T")
@@ -177,7 +177,7 @@ def _train(context: _Context) -> dict[str, Any]:
         folder=folder,
         learner=learner,
         snapshots=Checkpoints(folder.checkpoints, storage=context.storage),
-        weights=PublishedWeights(folder.weights, model),
+        weights=PublishedWeights(folder.weights, model, keep=versions_kept(config)),
         open_players=open_players,
         observer=context.observer,
         clock=context.clock,

@@ -5,8 +5,18 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from soloist.config import RunConfig
+from soloist.errors import RunError
+from soloist.seams import sha256_of
+from soloist.types import WeightsRef
+
 # Config, tokenizer (vocabularies and merges may be text or SentencePiece) and chat template.
 COPIED = (".json", ".jinja", ".txt", ".model")
+
+
+def versions_kept(config: RunConfig) -> int:
+    """With a lag, a resumed run samples from weights that are `lag` versions old; one more is being written."""
+    return max(3, (config.lag or 0) + 2)
 
 
 class PublishedWeights:
@@ -29,6 +39,16 @@ class PublishedWeights:
             if path.suffix in COPIED and not path.name.endswith(".index.json"):
                 shutil.copyfile(path, target / path.name)
         return target
+
+    def reference_to(self, version: int) -> WeightsRef:
+        """A version that was published before, for engines that must sample from it. Raises RunError if it is gone."""
+        path = self._folder / f"step_{version}" / "model.safetensors"
+        if not path.is_file():
+            raise RunError(
+                f"{path} is gone, but with a lag the next rollouts must be sampled from version {version}; restore "
+                "the file, or go on without --lag and with max_staleness"
+            )
+        return WeightsRef(path=str(path), version=version, sha256=sha256_of(path))
 
     def forget_old(self, newest: int) -> None:
         """Remove all but the last few versions. Engines have read what they serve."""
