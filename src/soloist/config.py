@@ -128,11 +128,11 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> RunConfig:
+        for sentence in unused(self):
+            raise ValueError(sentence)
         for broken, sentence in _contradictions(self):
             if broken:
                 raise ValueError(sentence)
-        for sentence in unused(self):
-            raise ValueError(sentence)
         return self
 
 

@@ -244,7 +244,7 @@ class LossConfig(Section):
         if method is None:
             return raw
         own = {"loss_agg_mode": method.loss_agg_mode, "old_log_probs": method.old_log_probs[0], **method.settings}
-        return own | {key: value for key, value in raw.items() if value is not None}
+        return own | {key: value for key, value in raw.items() if value is not None or key not in own}
 
 
 class AdvantageConfig(Section):
