@@ -53,7 +53,7 @@ def rollout_weights(
     """
     # fp64, so that counts of tokens stay exact and only the finished weight is rounded.
     lengths = lengths_R.to(torch.float64)
-    n_sequences = (lengths > 0).sum()
+    n_sequences = (lengths > 0).sum().to(torch.float64)
     if mode == "token-mean":
         denominator_R = lengths.sum().expand_as(lengths)
     elif mode == "seq-mean-token-mean":
