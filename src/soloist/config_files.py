@@ -18,9 +18,9 @@ from soloist.errors import UserError
 
 
 def packaged_recipes() -> dict[str, Path]:
-    """Recipes that come with the package, by name."""
+    """Recipes that come with the package, by name: `calculator`, `methods/gspo`."""
     folder = Path(str(resources.files("soloist") / "recipes"))
-    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    return {str(path.relative_to(folder).with_suffix("")): path for path in sorted(folder.rglob("*.toml"))}
 
 
 def read_recipe(name: str) -> dict[str, Any]:

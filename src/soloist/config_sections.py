@@ -96,6 +96,10 @@ class EngineConfig(Section):
     """Type of the engine's weights."""
     device: str = "cpu"
     """Device of the engine."""
+    noise: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Studies of mismatch: normal noise on weights that sample, relative to each tensor's spread; 0 is off."""
+    rounding: Literal["none", "bfloat16", "float8_e4m3fn"] = "none"
+    """Studies of mismatch: weights that sample are rounded to this type and computed in engine.dtype."""
     restarts: NotNegative = 3
     """Fresh child processes after crashes before the engine counts as lost."""
     request_seconds: Rate = 120.0

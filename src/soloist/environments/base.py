@@ -78,12 +78,14 @@ class Environment(Protocol):
     """A source of tasks and of episodes. Tasks are numbered; the same seed and index give the same task, always."""
 
     name: str
+    distinct_tasks: int
+    """Training tasks before they come again, in epochs; 0 when they never do."""
 
     async def start(self) -> None:
         """Start what all episodes share (a pool of sandboxes). Raises RunError."""
 
     def train_task(self, index: int) -> Task:
-        """Training task number `index` (0, 1, …; repeats in epochs when the set is finite)."""
+        """Training task number `index` (0, 1, …; repeats in epochs of `distinct_tasks` when the set is finite)."""
 
     def heldout_task(self, index: int) -> Task:
         """Held-out task number `index`, never equal to a training task."""

@@ -54,6 +54,7 @@ class Calculator:
         self._good, self._miscopied = good, miscopied
         self._difficulty = PRESETS[config.preset]
         self._rows = read_rows(config.tasks) if config.tasks else []
+        self.distinct_tasks = len(self._rows) or config.distinct_tasks
         self._listed = {canonical(row.problem) for row in self._rows}
         # only the current epoch's order is kept; players ask for neighbouring indices
         self._order: tuple[int, list[int]] = (-1, [])
@@ -66,15 +67,16 @@ class Calculator:
         await self._sandbox.start()
 
     def train_task(self, index: int) -> Task:
-        """Task `index`: drawn from the seed, or from the file in epochs, each in an order of its own."""
-        if not self._rows:
+        """Task `index`: drawn from the seed without end, or in epochs (of the file, too), each in an order of its own."""
+        if not self.distinct_tasks:
             return self._drawn("train", index)
-        epoch, place = divmod(index, len(self._rows))
+        epoch, place = divmod(index, self.distinct_tasks)
         if self._order[0] != epoch:
-            order = list(range(len(self._rows)))
+            order = list(range(self.distinct_tasks))
             keyed_random(self._seed, "epoch", epoch).shuffle(order)
             self._order = (epoch, order)
-        return _task_of(self._rows[self._order[1][place]])
+        number = self._order[1][place]
+        return _task_of(self._rows[number]) if self._rows else self._drawn("train", number)
 
     def heldout_task(self, index: int) -> Task:
         """Held-out task `index`. Raises UserError if the task file leaves no problem to hold out."""

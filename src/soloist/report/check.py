@@ -111,7 +111,11 @@ def _sft(c: RunConfig) -> str:
 
 
 def _pretraining(c: RunConfig) -> str:
-    v = c.value_pretraining
+    v, samples = c.value_pretraining, c.advantage.spo_offline_samples
+    if samples:
+        return f"no value model; {samples} rollouts of each task for the success rates"
+    if not c.has_critic:
+        return f"nothing: adv_estimator = '{c.advantage.adv_estimator}' has no value model"
     updates = v.epochs * math.ceil(v.rollouts * (1 - v.holdout) / v.batch_size)
     return f"{_rollouts(v.rollouts, c)}; {updates:,} value updates at most"
 

@@ -39,6 +39,7 @@ class RunFolder:
         self.sft_model = self.path / "sft" / "model" if config.sft.steps else self.base_model
         self.sft_checkpoints = self.path / "sft" / "checkpoints"
         self.value_pretraining = self.path / "value_pretraining"
+        self.success_rates = self.path / "success_rates.json"
         self.checkpoints = self.path / "checkpoints"
         self.weights = self.path / "weights"
         self.metrics = self.path / "metrics.jsonl"

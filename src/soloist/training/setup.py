@@ -7,9 +7,10 @@ compares the engine's log-probabilities with the learner's, so a wrong temperatu
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -17,9 +18,9 @@ from transformers import PreTrainedModel
 
 from soloist.config import RunConfig
 from soloist.engines.pool import EngineSet, pinned_engine, sampling_engines
-from soloist.environments.base import Environment
+from soloist.environments.base import Environment, keyed_random
 from soloist.environments.registry import build_environment
-from soloist.errors import RunError
+from soloist.errors import RunError, UserError
 from soloist.models.loading import load_policy, load_tokenizer
 from soloist.models.value import ValueModel
 from soloist.rollout.play import EpisodePlayer
@@ -68,6 +69,7 @@ class TrainingBench:
     learner: LearnerThread
     folder: Path
     observer: Observer
+    _tasks: list[Task] = field(default_factory=list)
 
     @property
     def engines(self) -> EngineSet:
@@ -85,18 +87,37 @@ class TrainingBench:
         return self.bench.sampling
 
     def train_task(self, index: int) -> Task:
-        """Training task number `index`."""
-        return self.bench.environment.train_task(index)
+        """Training task number `index`; for SPO one that is drawn by how much there is to learn from it."""
+        config, environment = self.bench.config, self.bench.environment
+        if config.advantage.adv_estimator != "spo":
+            return environment.train_task(index)
+        if not self._tasks:
+            self._tasks = distinct_tasks(environment)
+        weights = [self.learner.task_weight(task.task_id) for task in self._tasks]
+        return keyed_random(config.seed, "spo", index).choices(self._tasks, weights)[0]
 
     async def ready(self) -> None:
         """The probe of `probe_parity`, told to the observer."""
-        error = await probe_parity(self.bench, self.learner)
-        self.observer.note(f"engine and learner agree: largest |ratio - 1| is {error:.1e}")
+        error, engine = await probe_parity(self.bench, self.learner), self.bench.config.engine
+        found = "engine and learner agree"
+        if engine.noise or engine.rounding != "none":
+            found = f"engine weights are altered (noise = {engine.noise:g}, rounding = '{engine.rounding}')"
+        self.observer.note(f"{found}: largest |ratio - 1| is {error:.1e}")
 
     def samples(self, first_step: int) -> Samples:
         """What keeps a few rollouts for the report."""
         text_of, per_step = self.bench.rendering.text_of, self.bench.config.samples
         return Samples(self.folder, per_step, text_of, self.observer.note, first_step=first_step)
+
+
+def distinct_tasks(environment: Environment) -> list[Task]:
+    """Each training task once, in the order of the first epoch. Raises UserError when tasks never repeat."""
+    if not environment.distinct_tasks:
+        raise UserError(
+            f"the tasks of '{environment.name}' never come again, so nothing can be remembered of them; set "
+            "environment.distinct_tasks or environment.tasks"
+        )
+    return [environment.train_task(index) for index in range(environment.distinct_tasks)]
 
 
 @asynccontextmanager
@@ -112,7 +133,7 @@ async def open_bench(
     if pinned:
         engines = EngineSet([pinned_engine(model, config.engine, fixed_shapes=config.deterministic)])
     else:
-        engines = sampling_engines(model, config.engine, fixed_shapes=config.deterministic)
+        engines = sampling_engines(model, config.engine, fixed_shapes=config.deterministic, seed=config.seed)
     try:
         await asyncio.gather(environment.start(), engines.start())
         if weights is not None:
@@ -151,7 +172,21 @@ def build_learner(config: RunConfig, folder: RunFolder) -> Learner:
     if config.loss.kl_coef:
         reference = load_policy(folder.sft_model, config.model.dtype, config.model.device).requires_grad_(False)
     value = _value_model(policy, folder) if config.has_critic else None
-    return Learner(policy, value, config, reference)
+    learner = Learner(policy, value, config, reference)
+    if config.advantage.spo_offline_samples:
+        learner.start_rates(_offline_scores(folder))
+    return learner
+
+
+def _offline_scores(folder: RunFolder) -> dict[str, list[float]]:
+    try:
+        scores: dict[str, list[float]] = json.loads(folder.success_rates.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(
+            f"{folder.success_rates} can't be read ({error}); run `soloist pretrain-value` first, which plays the "
+            "tasks for advantage.spo_offline_samples"
+        ) from error
+    return scores
 
 
 def _value_model(policy: PreTrainedModel, folder: RunFolder) -> ValueModel:
@@ -166,7 +201,10 @@ def _value_model(policy: PreTrainedModel, folder: RunFolder) -> ValueModel:
 
 
 async def probe_parity(bench: Bench, learner: LearnerThread) -> float:
-    """Largest |π/μ − 1| over a few episodes with tool turns. Raises RunError when engine and learner disagree."""
+    """Largest |π/μ − 1| over a few episodes with tool turns.
+
+    Raises RunError when engine and learner disagree, unless `engine.noise` or `engine.rounding` want it so.
+    """
     config = bench.config
     tasks = [bench.environment.heldout_task(index) for index in range(4)]
     rollouts = await play_tasks(
@@ -175,7 +213,8 @@ async def probe_parity(bench: Bench, learner: LearnerThread) -> float:
     usable = [rollout for rollout in rollouts if rollout.trainable]
     error = max(await learner.log_prob_errors(usable), default=0.0)
     limit = max(PROBE_LIMIT[config.model.dtype], PROBE_LIMIT[config.engine.dtype])
-    if not error <= limit:
+    wanted = config.engine.noise > 0 or config.engine.rounding != "none"
+    if not error <= limit and not wanted:
         raise RunError(
             f"engine and learner disagree before the first step: some |π/μ − 1| is {error:.3g}, expected ≤ {limit:g} "
             f"at temperature {config.rollout.temperature:g}; the engine must return processed log-probabilities (after "

@@ -8,6 +8,7 @@ only what the stages before it left in the run folder.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -32,7 +33,7 @@ from soloist.training.observer import Observer, log_as_notes
 from soloist.training.origin import record_origin
 from soloist.training.pretrain_value import ValuePretraining, shuffled, store_rollouts, stored_rollouts
 from soloist.training.run_folder import RunFolder
-from soloist.training.setup import Bench, TrainingBench, build_learner, build_rendered, open_bench
+from soloist.training.setup import Bench, TrainingBench, build_learner, build_rendered, distinct_tasks, open_bench
 from soloist.training.sft import run_sft
 from soloist.training.weights import PublishedWeights, versions_kept
 from soloist.types import Rollout, WeightsRef
@@ -129,6 +130,8 @@ def _sft(context: _Context) -> dict[str, Any]:
 def _pretrain_value(context: _Context) -> dict[str, Any]:
     config, folder = context.config, context.folder
     model = context.require_sft_model()
+    if not config.has_critic:
+        return _without_critic(context, model)
     path = folder.value_pretraining / "rollouts.msgpack.zlib"
     rollouts = stored_rollouts(path)
     if rollouts is None:
@@ -144,6 +147,32 @@ def _pretrain_value(context: _Context) -> dict[str, Any]:
     weights = {name: parameter.detach() for name, parameter in value.named_parameters()}
     Checkpoints(folder.value_pretraining / "best", keep=1).save(summary["best_epoch"], {"value": (weights, {})})
     return summary | {"rollouts": len(rollouts), "reward": mean(r.reward or 0.0 for r in rollouts if r.trainable)}
+
+
+def _without_critic(context: _Context, model: Path) -> dict[str, Any]:
+    """No value model: nothing to do, unless SPO begins from rollouts of the SFT policy."""
+    config, folder = context.config, context.folder
+    name, samples = config.advantage.adv_estimator, config.advantage.spo_offline_samples
+    if not samples:
+        context.observer.note(f"adv_estimator = '{name}' has no value model, nothing to pretrain")
+        return {"skipped": f"adv_estimator = '{name}' has no value model"}
+    rollouts = _with_bench(context, model, None, lambda bench: _play_for_rates(context, bench))
+    scores: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        if rollout.trainable:
+            scores.setdefault(rollout.task_id, []).append(rollout.reward or 0.0)
+    context.storage.write(folder.success_rates, json.dumps(scores, indent=1).encode())
+    return {"rollouts": len(rollouts), "tasks": len(scores), "reward": mean(s for own in scores.values() for s in own)}
+
+
+async def _play_for_rates(context: _Context, bench: Bench) -> list[Rollout]:
+    """Each distinct task `spo_offline_samples` times, as the SFT policy plays it."""
+    tasks = distinct_tasks(bench.environment) * context.config.advantage.spo_offline_samples
+    context.observer.stage_started("rollouts for the success rates", len(tasks))
+    return await play_tasks(
+        bench.episodes, tasks, sampling=bench.sampling, config=context.config, clock=context.clock, prefix="s",
+        progress=_every(64, context.observer, "rollouts for the success rates"),
+    )  # fmt: skip
 
 
 async def _play_for_critic(context: _Context, bench: Bench) -> list[Rollout]:
