@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from soloist.config import RunConfig, build_config
+from soloist.metrics import read_metrics
 from soloist.rollout.play import new_rollout
 from soloist.runtime.ledger import read_rollouts, read_steps
 from soloist.seams import SystemClock
@@ -32,9 +33,10 @@ def config_for(folder: Path, name: str, **changes: Any) -> RunConfig:
         "deterministic": True,
         "rollouts_per_step": 8,
         "players": 8,
+        "checkpoint_every": STEPS,
         "environment": {"name": "two-turns"},
         "model": {"hidden_size": 32, "layers": 2, "heads": 2, "mlp_size": 64},
-        "engine": {"max_length": 48, "slots": 8},
+        "engine": {"max_length": 48, "slots": 8, **changes.pop("engine", {})},
         "rollout": {"max_new_tokens": 4, "max_tokens": 40, "max_turns": 2},
         "sft": {"steps": 60, "lr": 1e-2, "threads": 1, "batch_size": 16},
         "value_pretraining": {"rollouts": 64, "epochs": 1, "gate": -1e9},
@@ -56,7 +58,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def state_after(config: RunConfig) -> dict[str, torch.Tensor]:
     """All tensors of the last checkpoint, by part and name."""
-    parts = Checkpoints(config.folder / "checkpoints").load(STEPS)
+    parts = Checkpoints(config.folder / "checkpoints").load(config.steps)
     return {f"{part}/{name}": tensor for part in PARTS for name, tensor in parts[part][0].items()}
 
 
@@ -124,3 +126,29 @@ def test_a_lag_of_two_gives_the_same_bits_again_and_every_rollout_is_exactly_so_
     synchronous = read_steps(trained(prepared, "no lag")[0].folder / "ledger.sqlite")
     assert [one.state_hash for one in synchronous][:1] == hashes[0][:1]
     assert [one.state_hash for one in synchronous][1:] != hashes[0][1:]
+
+
+@pytest.mark.timeout(240)
+def test_the_mismatch_that_is_measured_grows_with_the_alteration_and_comes_again_bit_for_bit(prepared: Path) -> None:
+    """Engine and learner disagree on purpose, and the probe at the start says by how much."""
+    said: list[str] = []
+
+    class Hearing(SilentObserver):
+        def note(self, text: str) -> None:
+            said.append(text)
+
+    def mismatch(name: str, **engine: Any) -> tuple[float, str]:
+        config = config_for(prepared, name, steps=1, engine=engine)
+        shutil.copytree(prepared / "prepared", config.folder)
+        (config.folder / "config.resolved.toml").unlink()
+        run_stages(config, ["train"], resume=False, skip_done=True, observer=Hearing())
+        (record,) = read_metrics(config.folder / "metrics.jsonl", "train")
+        return record["mismatch_kl/mean"], read_steps(config.folder / "ledger.sqlite")[0].state_hash
+
+    rounded, much = mismatch("rounded", rounding="float8_e4m3fn"), mismatch("much", noise=0.2)
+    assert 1e-6 < rounded[0] < much[0] / 4
+    assert mismatch("much again", noise=0.2) == much
+    assert [text.partition(":")[0] for text in said if "|ratio - 1|" in text][:2] == [
+        "engine weights are altered (noise = 0, rounding = 'float8_e4m3fn')",
+        "engine weights are altered (noise = 0.2, rounding = 'none')",
+    ]

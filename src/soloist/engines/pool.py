@@ -147,12 +147,15 @@ class EngineSet:
             _log.error("engine '%s' left the set: %s", engine.name, reason)
 
 
-def sampling_engines(model_folder: Path, config: EngineConfig, *, fixed_shapes: bool = False) -> EngineSet:
-    """The engines that sample for training, `config.count` of them, named local-0, local-1, …"""
+def sampling_engines(
+    model_folder: Path, config: EngineConfig, *, fixed_shapes: bool = False, seed: int = 0
+) -> EngineSet:
+    """The engines that sample for training, `config.count` of them, named local-0, local-1, …, with equal weights."""
     names = [f"local-{number}" for number in range(config.count)]
-    return EngineSet([LocalEngine(name, model_folder, config, fixed_shapes=fixed_shapes) for name in names])
+    return EngineSet([LocalEngine(name, model_folder, config, fixed_shapes=fixed_shapes, seed=seed) for name in names])
 
 
 def pinned_engine(model_folder: Path, config: EngineConfig, *, fixed_shapes: bool = False) -> LocalEngine:
-    """An engine of its own for evaluation: nobody loads weights into it while it measures one version."""
-    return LocalEngine("evaluation", model_folder, config, fixed_shapes=fixed_shapes)
+    """An engine of its own for evaluation: nobody loads weights into it while it measures one version, unaltered."""
+    exact = config.model_copy(update={"noise": 0.0, "rounding": "none"})
+    return LocalEngine("evaluation", model_folder, exact, fixed_shapes=fixed_shapes)

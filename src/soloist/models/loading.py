@@ -109,7 +109,7 @@ def save_folder(
 
 def parameter_table(model: nn.Module) -> TensorTable:
     """Shape and type of every tensor of the model's state. Tied tensors count once, under their first name."""
-    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in _own_tensors(model).items()}
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in own_tensors(model).items()}
 
 
 def save_weights(model: nn.Module, path: Path, dtype: torch.dtype | None = None, storage: Storage | None = None) -> str:
@@ -120,7 +120,7 @@ def save_weights(model: nn.Module, path: Path, dtype: torch.dtype | None = None,
     """
     storage = storage or Storage()
     tensors = {}
-    for name, tensor in _own_tensors(model).items():
+    for name, tensor in own_tensors(model).items():
         cast = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         tensors[name] = tensor.detach().to("cpu", cast).contiguous()
     data = save(tensors)
@@ -156,7 +156,7 @@ def assign_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
     Raises ValueError, before anything is copied, unless names and shapes are exactly the model's.
     """
-    own = _own_tensors(model)
+    own = own_tensors(model)
     shapes = {name: (tuple(t.shape), own[name].dtype if name in own else t.dtype) for name, t in tensors.items()}
     problems = _differences(shapes, parameter_table(model))
     if problems:
@@ -165,7 +165,8 @@ def assign_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         tensor.copy_(tensors[name])
 
 
-def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
+def own_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of the model's state themselves. Tied ones come once, under their first name."""
     first_names: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in state.items() if first_names.setdefault(id(tensor), name) == name}

@@ -14,8 +14,8 @@ from itertools import groupby
 
 from torch import Tensor
 
-from soloist.engines.local.loads import verify
-from soloist.engines.local.messages import Counters
+from soloist.engines.local.loads import EXACT, verify
+from soloist.engines.local.messages import Alteration, Counters
 from soloist.engines.local.model_runner import PASS_TOKENS, ModelRunner, first_tokens
 from soloist.engines.local.own_forward import Stretch
 from soloist.engines.local.scheduler import SlotTable
@@ -47,9 +47,17 @@ class ContinuousBatch:
     """Serves requests with one model: `submit`, then `step` while `busy`."""
 
     def __init__(
-        self, runner: ModelRunner, *, recompute: bool = False, prefill_chunk: int = 256, clock: Clock | None = None
+        self,
+        runner: ModelRunner,
+        *,
+        recompute: bool = False,
+        prefill_chunk: int = 256,
+        alteration: Alteration = EXACT,
+        clock: Clock | None = None,
     ) -> None:
+        """`alteration` is for weights that are loaded; those that the runner was built with stay as they are."""
         self.runner = runner
+        self.alteration = alteration
         self.recompute = recompute
         self.prefill_chunk = prefill_chunk
         # Delta prefill depends on what an earlier turn left behind; in fixed shapes nothing may depend on the past.
@@ -179,7 +187,7 @@ class ContinuousBatch:
     def load(self, weights: WeightsRef) -> None:
         """Verify and swap the weights. Raises ValueError, with nothing changed, when they don't fit."""
         # Everything that can fail comes before the first tensor changes.
-        verified = verify(weights, parameter_table(self.runner.model))
+        verified = verify(weights, parameter_table(self.runner.model), self.alteration)
         if verified.tensors is None:
             raise ValueError(verified.reason)
         self.swap(verified.tensors, weights.version)

@@ -26,6 +26,7 @@ from soloist.engines.local.child import Child
 from soloist.engines.local.desk import Desk
 from soloist.engines.local.messages import (
     Abort,
+    Alteration,
     AskHealth,
     Cancel,
     Close,
@@ -59,7 +60,8 @@ class LocalEngine:
 
     Example: `engine = LocalEngine("local-0", Path("models/tiny"), EngineConfig()); await engine.start()`.
     `fixed_shapes` makes each completion depend, bit for bit, on its request, its slot and the weights only; prefixes
-    are then computed anew each turn. `vocab_size` cuts off ids that the model has but the tokenizer does not.
+    are then computed anew each turn. `vocab_size` cuts off ids that the model has but the tokenizer does not. `seed` is
+    that of `engine.noise`.
     """
 
     capabilities = Capabilities(in_flight_load=True, recompute_on_load=True, fixed_shapes=True)
@@ -72,6 +74,7 @@ class LocalEngine:
         *,
         fixed_shapes: bool = False,
         vocab_size: int | None = None,
+        seed: int = 0,
         clock: Clock | None = None,
     ) -> None:
         self.name = name
@@ -94,6 +97,7 @@ class LocalEngine:
             prefill_chunk=config.prefill_chunk,
             cores=config.cores,
             cuda_graphs=config.cuda_graphs,
+            alteration=Alteration(noise=config.noise, rounding=config.rounding, seed=seed),
         )
         self._clock = clock or SystemClock()
         self._child: Child | None = None

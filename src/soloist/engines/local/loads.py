@@ -1,7 +1,7 @@
 """Weights are read and verified beside decoding; only the swap itself stands between two steps.
 
     main thread   asks for a load, goes on decoding, collects what is verified and swaps it in
-    one thread    reads the file, hashes it, checks names, shapes, types and finite numbers
+    one thread    reads the file, hashes it, checks names, shapes, types and finite numbers, alters them if ordered
 
 Guarantees: loads come back in the order in which they were asked for; nothing of the model changes here; `collect`
 never waits; the descriptor of `fileno` becomes readable when something can be collected.
@@ -19,10 +19,13 @@ from pathlib import Path
 
 from torch import Tensor
 
+from soloist.engines.local.alteration import altered
+from soloist.engines.local.messages import Alteration
 from soloist.models.loading import TensorTable, read_weights
 from soloist.types import WeightsRef
 
 CLOSE_SECONDS = 1.0
+EXACT = Alteration()
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,13 @@ class Verified:
     reason: str = ""
 
 
-def verify(weights: WeightsRef, expected: TensorTable) -> Verified:
-    """Read and check a weights file. Everything that can fail about a load fails here."""
+def verify(weights: WeightsRef, expected: TensorTable, alteration: Alteration = EXACT) -> Verified:
+    """Read and check a weights file, and alter it as ordered. Everything that can fail about a load fails here."""
     if weights.version < 0:
         return Verified(weights, None, f"version is {weights.version}; versions count policy updates from 0")
     try:
-        return Verified(weights, read_weights(Path(weights.path), expected, weights.sha256))
+        tensors = read_weights(Path(weights.path), expected, weights.sha256)
+        return Verified(weights, altered(tensors, weights.version, alteration))
     except (ValueError, OSError) as error:
         return Verified(weights, None, str(error))
 
@@ -47,8 +51,9 @@ def verify(weights: WeightsRef, expected: TensorTable) -> Verified:
 class Loads:
     """The loads that are under way."""
 
-    def __init__(self, expected: TensorTable) -> None:
+    def __init__(self, expected: TensorTable, alteration: Alteration = EXACT) -> None:
         self._expected = expected
+        self._alteration = alteration
         self._asked: queue.SimpleQueue[WeightsRef | None] = queue.SimpleQueue()
         self._done: deque[Verified] = deque()
         self._bell, self._ring = os.pipe()
@@ -69,7 +74,7 @@ class Loads:
 
     def _work(self) -> None:
         while (weights := self._asked.get()) is not None:
-            self._done.append(verify(weights, self._expected))
+            self._done.append(verify(weights, self._expected, self._alteration))
             os.write(self._ring, b".")
 
     def collect(self) -> list[Verified]:

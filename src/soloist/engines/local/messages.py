@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from typing import Literal
 
 import msgspec
 
@@ -35,6 +36,24 @@ class Counters(Record, frozen=True, kw_only=True):
     """Seconds in forward passes since the child started."""
 
 
+class Alteration(Record, frozen=True, kw_only=True):
+    """How weights are changed on purpose before they are used (`alteration.py`).
+
+    Example: `Alteration(noise=0.02, rounding="bfloat16", seed=7)`; `Alteration()` leaves them as they are.
+    """
+
+    noise: float = 0.0
+    """Standard deviation of what is added, relative to that of each tensor."""
+    rounding: Literal["none", "bfloat16", "float8_e4m3fn"] = "none"
+    """Type that numbers are cast to and back."""
+    seed: int = 0
+
+    @property
+    def changes(self) -> bool:
+        """Whether anything is done at all."""
+        return self.noise > 0 or self.rounding != "none"
+
+
 class Start(Record, frozen=True, kw_only=True, tag="start"):
     """First order: build the model and the cache."""
 
@@ -55,6 +74,8 @@ class Start(Record, frozen=True, kw_only=True, tag="start"):
     """Cores that the process may use; empty leaves the choice to the system."""
     cuda_graphs: bool = False
     """Record decode steps as CUDA graphs."""
+    alteration: Alteration = Alteration()
+    """What is done to all weights, those of the model folder too."""
 
 
 class Generate(Record, frozen=True, kw_only=True, tag="generate"):

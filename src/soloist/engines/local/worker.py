@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from soloist.engines.local.alteration import altered
 from soloist.engines.local.batch import Answer, ContinuousBatch
 from soloist.engines.local.loads import Loads, Verified, verify
 from soloist.engines.local.messages import (
@@ -43,7 +44,7 @@ from soloist.engines.local.messages import (
 )
 from soloist.engines.local.model_runner import ModelRunner
 from soloist.errors import UserError
-from soloist.models.loading import load_policy, parameter_table
+from soloist.models.loading import assign_weights, load_policy, own_tensors, parameter_table
 
 _READ_BYTES = 1 << 20
 
@@ -69,7 +70,7 @@ class Worker:
         if not isinstance(start, Start):
             raise FrameError(f"the first order is {type(start).__name__}, expected Start")
         batch = build_batch(start)
-        loads = Loads(parameter_table(batch.runner.model))
+        loads = Loads(parameter_table(batch.runner.model), start.alteration)
         self._send([Ready(vocab_size=batch.runner.vocab_size)])
         try:
             self._serve(batch, loads, orders)
@@ -125,7 +126,7 @@ class Worker:
                 loads.ask(weights)
             case Load(weights=weights):
                 # Nobody is kept waiting, so there is nothing to gain from a thread.
-                self._swap(batch, verify(weights, parameter_table(batch.runner.model)))
+                self._swap(batch, verify(weights, parameter_table(batch.runner.model), batch.alteration))
             case AskHealth():
                 self._send([Health(counters=batch.counters)])
             case _:
@@ -154,15 +155,20 @@ def build_batch(start: Start) -> ContinuousBatch:
     torch.set_num_threads(start.threads)
     if start.cores:
         _stay_on(start.cores)
+    model = load_policy(Path(start.model_folder), start.dtype, start.device)
+    # Before the runner joins projections: nothing that is computed may come from other weights.
+    assign_weights(model, altered(own_tensors(model), 0, start.alteration))
     runner = ModelRunner(
-        load_policy(Path(start.model_folder), start.dtype, start.device),
+        model,
         slots=start.slots,
         max_length=start.max_length,
         vocab_size=start.vocab_size,
         fixed_shapes=start.fixed_shapes,
         cuda_graphs=start.cuda_graphs,
     )
-    return ContinuousBatch(runner, recompute=start.recompute, prefill_chunk=start.prefill_chunk)
+    return ContinuousBatch(
+        runner, recompute=start.recompute, prefill_chunk=start.prefill_chunk, alteration=start.alteration
+    )
 
 
 def _stay_on(cores: Sequence[int]) -> None:
