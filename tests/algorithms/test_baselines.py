@@ -155,9 +155,10 @@ def test_a_smaller_window_keeps_the_newest_rewards_of_a_saved_state() -> None:
         means.update(["a"], [reward])
     shorter.load_state(means.state())
     assert shorter.baseline(["a"], [0.0]) == [2.0]
+    means.update(["b"], [7.0])
     overall = RunningMeans(per_task=False, window=1)
     overall.load_state(means.state())
-    assert overall.baseline(["a"], [0.0]) == [3.0]
+    assert overall.baseline(["a"], [0.0]) == [7.0]
 
 
 def test_success_rates_start_from_offline_samples_with_the_weight_of_eight() -> None:
@@ -226,10 +227,10 @@ def test_advantages_of_success_rates_are_whitened_over_the_step() -> None:
 
 
 def test_rates_that_differ_by_a_rounding_give_no_advantages() -> None:
-    """p = 3/8 from 2 and from 14 samples' worth of the same share; whitening their difference would give ±1."""
+    """Both are ⅜, by different roads; whitening what is left of R − p would give ±1."""
     rates = SuccessRates()
-    rates.load_state({"counts": {"x": [3.0, 5.0], "y": [3.0000000000000004, 5.0]}})
-    assert rates.rate("x") != rates.rate("y")
+    rates.load_state({"counts": {"x": [3.0, 5.0], "y": [3.000000000000008, 5.0]}})
+    assert 1.0 - rates.rate("x") != 1.0 - rates.rate("y")
     assert rates.advantages(["x", "y"], [1.0, 1.0]) == [0.0, 0.0]
 
 

@@ -211,8 +211,7 @@ def _mean(entries: Iterable[tuple[int, float]]) -> float:
     numbers = [number for _, number in listed]
     mean = math.fsum(count * number for count, number in listed) / sum(count for count, _ in listed)
     # Rounding could leave the range, and the rest R − mean of equal rewards would be blown up by whitening.
-    # Plus 0, since which of 0 and −0 is the smaller depends on their order.
-    return min(max(mean, min(numbers)), max(numbers)) + 0.0
+    return min(max(mean, min(numbers)), max(numbers))
 
 
 def _by_task(task_ids: Sequence[str], rewards: Sequence[float], *, within_one: bool = False) -> dict[str, list[float]]:
