@@ -42,7 +42,7 @@ from soloist.algorithms.trust_regions import (
     second_moment_region,
     truncation_region,
 )
-from soloist.methods import LOSS_METHODS, LossMethod, Setting
+from soloist.methods import LossMethod, Setting
 
 Sums = dict[str, Tensor]
 MINIMA = {"sat/contraction_min"}
@@ -277,43 +277,3 @@ def _needed(statistic: Tensor | None, name: str) -> Tensor:
             f"this policy loss needs {name} of the whole step and found None; make it with step_statistics"
         )
     return statistic
-
-
-# --- names of before -------------------------------------------------------------------------------------------------
-
-
-class _Named:
-    """A method by the call of before: recorded log-probabilities are the old ones, and only epsilons are set."""
-
-    def __init__(self, method: LossMethod) -> None:
-        self.method = method
-
-    def __call__(
-        self,
-        log_probs_T: Tensor,
-        rollout_log_probs_T: Tensor,
-        advantages_T: Tensor,
-        weights_T: Tensor,
-        *,
-        eps_low: float = 0.0,
-        eps_high: float = 0.0,
-    ) -> tuple[Tensor, Sums]:
-        """Loss and metric sums."""
-        inputs = LossInputs(
-            log_probs_T=log_probs_T,
-            rollout_log_probs_T=rollout_log_probs_T,
-            old_log_probs_T=rollout_log_probs_T,
-            advantages_T=advantages_T,
-            weights_T=weights_T,
-            staleness_T=torch.zeros_like(weights_T, dtype=torch.int64),
-            statistics=StepStatistics(),
-        )
-        given = {"eps_low": eps_low, "eps_high": eps_high} if self.method.settings else {}
-        return policy_loss(self.method, given, inputs)
-
-
-dis_loss = _Named(LOSS_METHODS["dis"])
-ppo_loss = _Named(LOSS_METHODS["ppo"])
-importance_weighting_loss = _Named(LOSS_METHODS["importance_weighting"])
-PolicyLoss = _Named
-POLICY_LOSSES = {"dis": dis_loss, "ppo": ppo_loss, "importance_weighting": importance_weighting_loss}

@@ -41,7 +41,8 @@ def detached(ratio_T: Tensor, log_probs_T: Tensor, advantages_T: Tensor, region:
 
 def linear(ratio_T: Tensor, advantages_T: Tensor, region: TrustRegion) -> Terms:
     """f(r)·A, with the gradient r·A·∇log π_θ inside the region and 0 outside of it."""
-    gain_T = torch.where(region.kept_T, limited(ratio_T, region.low, region.high) * advantages_T, 0.0)
+    # 0 · A and not 0, so that a broken advantage shows wherever it stands.
+    gain_T = torch.where(region.kept_T, limited(ratio_T, region.low, region.high) * advantages_T, 0.0 * advantages_T)
     outside_T = (ratio_T > region.high) | (ratio_T < region.low)
     return Terms(gain_T=gain_T, passes_T=region.kept_T & ~outside_T.detach())
 
@@ -51,5 +52,5 @@ def pessimistic(ratio_T: Tensor, advantages_T: Tensor, region: TrustRegion) -> T
     plain_T = ratio_T * advantages_T
     limited_T = limited(ratio_T, region.low, region.high) * advantages_T
     clipped_T = limited_T < plain_T
-    gain_T = torch.where(region.kept_T, torch.where(clipped_T, limited_T, plain_T), 0.0)
+    gain_T = torch.where(region.kept_T, torch.where(clipped_T, limited_T, plain_T), 0.0 * advantages_T)
     return Terms(gain_T=gain_T, passes_T=region.kept_T & ~clipped_T, clipped_T=clipped_T)
