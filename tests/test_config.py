@@ -99,6 +99,7 @@ def test_a_mistake_is_named_with_what_was_found_and_what_is_possible(raw: dict[s
     ("raw", "parts"),
     [
         ({"rollouts_per_step": 6, "group_size": 4}, ["rollouts_per_step = 6", "group_size = 4", "multiple"]),
+        ({"advantage": {"drop_uniform_groups": True}}, ["drop_uniform_groups = true", "with group_size = 1", "raise"]),
         ({"publish_every": 4, "max_staleness": 1}, ["publish_every = 4", "= 1", "raise max_staleness to 3"]),
         ({"deterministic": True}, ["deterministic", "max_staleness = 0 or a lag, found 2"]),
         ({"lag": 2, "max_staleness": 3}, ["lag = 2", "max_staleness = 3", "leave max_staleness out"]),

@@ -147,6 +147,11 @@ def _contradictions(c: RunConfig) -> list[tuple[bool, str]]:
             "a group is trained in one step, so make it a multiple",
         ),
         (
+            c.advantage.drop_uniform_groups and c.group_size == 1,
+            "advantage.drop_uniform_groups = true would drop every rollout with group_size = 1, as a group of one is "
+            "always uniform; raise group_size, or leave drop_uniform_groups out",
+        ),
+        (
             c.on_stale != "train" and lag > c.max_staleness,
             f"publish_every = {c.publish_every} makes rollouts {lag} versions old before they start, above "
             f"max_staleness = {c.max_staleness}; raise max_staleness to {lag} or set on_stale = 'train'",

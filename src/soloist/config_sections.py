@@ -274,6 +274,8 @@ class AdvantageConfig(Section):
     """Rewards in the running mean; 0 takes 128 (global) or 8 (task)."""
     spo_offline_samples: NotNegative = 0
     """Rollouts of each task played by the SFT policy before the first step, for a start of `spo`; 0 starts at 1/2."""
+    drop_uniform_groups: bool = False
+    """Groups whose rewards are all equal are not trained; the next task takes their place (DAPO)."""
     overlong_buffer: NotNegative = 0
     """Tokens before rollout.max_tokens over which the reward falls by up to 1 (DAPO's shaping); 0 is off."""
 

@@ -60,8 +60,12 @@ METRICS: dict[str, tuple[str, str]] = {
     "off_policy/spanning_frac": ("share", "trained rollouts with tokens of more than one version"),
     "queue/size": ("rollouts", "scored rollouts waiting when the step began"),
     "queue/age_s": ("s", "mean time between scoring and training"),
-    "queue/dropped": ("rollouts", "aborted for their age since the start (on_stale = drop)"),
+    "queue/dropped": (
+        "rollouts",
+        "given up since the start: for age (on_stale = drop), without a sign of life, uniform",
+    ),
     "queue/dropped_length": ("tokens", "mean action tokens of the rollouts dropped since the last step"),
+    "group/dropped": ("groups", "dropped since the last step because their rewards were all equal"),
     "time/step": ("s", "whole step"),
     "time/wait_for_rollouts": ("s", "waiting for a full step of rollouts"),
     "time/weight_sync": ("s", "publishing and loading the weights"),

@@ -80,7 +80,7 @@ def test_the_table_holds_every_attempt_and_the_sums_hold(run: Path) -> None:
         ("lost", "1", "the run ended while it was under way"),
     ]
     assert lines[-4] == "attempts: 8 = 1 running + 1 scored + 1 trained + 2 failed + 2 dropped + 1 lost"
-    assert lines[-3] == "tasks: 6 = 4 open + 1 trained + 1 quarantined"
+    assert lines[-3] == "tasks: 6 = 4 open + 1 trained + 1 quarantined + 0 uniform"
     assert lines[-2] == "refused results (late, or twice): 2"
     assert lines[-1] == "steps committed: 1, lineages: 1"
     assert len(describe_fates(run, every=True)) == len(lines) + 1 + 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from soloist.config import RunConfig
 from soloist.errors import RunError
 from soloist.metrics import is_registered
 from soloist.runtime.buffer import RolloutBuffer
-from soloist.runtime.leases import Lease
+from soloist.runtime.leases import Lease, NoJournal
 from soloist.runtime.ledger_rows import Frontier
 from soloist.runtime.tasks import TaskSource
 from soloist.types import Failure, Rollout, Segment, Task, VersionSpan
@@ -136,6 +136,86 @@ async def test_the_learner_waits_for_a_full_step_and_players_for_a_place() -> No
     version = 1
     buffer.wake()
     assert (await soon(player)).version == 1
+
+
+DROPPING = {"rollouts_per_step": 4, "group_size": 2, "advantage": {"drop_uniform_groups": True}}
+
+
+async def put_group(buffer: RolloutBuffer, leases: list[Lease], *scores: float) -> None:
+    for lease, score in zip(leases, scores, strict=True):
+        await buffer.put(lease, played(lease, score=score))
+
+
+@pytest.mark.parametrize("mode", [{}, {"lag": 1}, {"on_stale": "drop"}, {"on_stale": "train"}])
+async def test_a_group_of_equal_rewards_is_dropped_and_the_next_task_takes_its_place(mode: dict[str, Any]) -> None:
+    journal = Notes()
+    buffer = make_buffer({**DROPPING, **mode}, journal=journal)
+    learner = asyncio.create_task(buffer.take(version=0))
+    leases = [await lease_at(buffer, 0) for _ in range(4)]
+    await put_group(buffer, leases[:2], 1.0, 1.0)
+    await put_group(buffer, leases[2:], 0.0, 1.0)
+    assert await waits(learner)
+    more = [await lease_at(buffer, 0) for _ in range(2)]
+    assert [lease.unit for lease in more] == [2, 2]
+    await put_group(buffer, more, 0.5, 0.0)
+    assert {rollout.group_id for rollout in await soon(learner)} == {"g1", "g2"}
+    assert journal.uniforms == [(0, ["r0", "r1"])]
+    assert buffer.fates() == {"dropped:uniform": 2, "late": 0}
+    counts = buffer.conservation()
+    assert (counts["trained"], counts["dropped"]) == (4, 2)
+    buffer.check_conservation()
+    metrics = buffer.step_metrics()
+    assert (metrics["group/dropped"], metrics["queue/dropped"]) == (1, 2)
+    assert buffer.step_metrics()["group/dropped"] == 0
+    assert (await lease_at(buffer, 1 if not mode.get("lag") else 0)).unit == 3, "task 0 is not tried again"
+
+
+async def test_nothing_is_dropped_unless_it_is_wished() -> None:
+    buffer = make_buffer({"rollouts_per_step": 2, "group_size": 2})
+    await put_group(buffer, [await lease_at(buffer, 0) for _ in range(2)], 1.0, 1.0)
+    assert len(await soon(buffer.take(version=0))) == 2
+    assert buffer.step_metrics()["group/dropped"] == 0
+
+
+async def test_uniform_groups_without_end_stop_the_run_with_the_reason() -> None:
+    buffer = make_buffer(DROPPING)
+    for number in range(50):
+        # The count begins anew after a group that is trained.
+        await put_group(buffer, [await lease_at(buffer, 0) for _ in range(2)], float(number == 10), 0.0)
+    leases = [await lease_at(buffer, 0) for _ in range(2)]
+    await buffer.put(leases[0], played(leases[0]))
+    with pytest.raises(RunError, match="40 groups in a row had equal rewards, 20 steps' worth") as stopped:
+        await buffer.put(leases[1], played(leases[1]))
+    assert "drop_uniform_groups = false" in str(stopped.value)
+    buffer.check_conservation()
+    with pytest.raises(RunError, match="in a row"):
+        await lease_at(buffer, 0)
+
+
+async def test_a_uniform_group_that_a_crash_left_on_record_is_not_trained_after_all() -> None:
+    """Its last score was on disk, the word that it is dropped was not."""
+    leases = [await lease_at(make_buffer(DROPPING), 0)]
+    first = leases[0]
+    second = structs.replace(first, rollout_id="r1", place=1)
+    journal = Notes()
+    buffer = make_buffer(DROPPING, journal=journal)
+    frontier = Frontier(next_unit=2, open_units=[0, 1], scored=[played(first), played(second)], uniform=0)
+    buffer.restore(frontier)
+    assert journal.uniforms == [(0, ["r0", "r1"])]
+    assert not buffer.admission.ready()
+    assert (await lease_at(buffer, 0)).unit == 1
+    buffer.check_conservation()
+    assert buffer.step_metrics()["queue/dropped"] == 2
+
+
+class Notes(NoJournal):
+    """A journal that remembers which groups were uniform."""
+
+    def __init__(self) -> None:
+        self.uniforms: list[tuple[int, list[str]]] = []
+
+    def uniform(self, unit: int, rollouts: Sequence[Rollout]) -> None:
+        self.uniforms.append((unit, [rollout.rollout_id for rollout in rollouts]))
 
 
 async def test_with_a_lag_engines_are_held_until_their_last_step_is_full_and_the_wait_has_a_limit() -> None:

@@ -52,7 +52,7 @@ def test_a_task_that_can_not_be_made_is_not_lost() -> None:
     source.lease()
     with pytest.raises(OSError, match="disk"):
         source.lease()
-    assert source.counts() == {"tasks": 1, "pending": 0, "leased": 1, "trained": 0, "quarantined": 0}
+    assert source.counts() == {"tasks": 1, "pending": 0, "leased": 1, "trained": 0, "quarantined": 0, "uniform": 0}
     broken.clear()
     assert source.lease()[0] == 1
 
@@ -68,7 +68,7 @@ def test_a_task_whose_rollouts_are_at_hand_is_claimed_and_not_handed_out_again()
     source = TaskSource(numbered)
     source.restore(5, [1, 3, 4], {2: "engine: rejected"})
     assert source.claim(3).task_id == numbered(3).task_id
-    assert source.counts() == {"tasks": 5, "pending": 2, "leased": 1, "trained": 1, "quarantined": 1}
+    assert source.counts() == {"tasks": 5, "pending": 2, "leased": 1, "trained": 1, "quarantined": 1, "uniform": 0}
     with pytest.raises(ValueError, match="task 3 doesn't wait"):
         source.claim(3)
     assert [source.lease()[0] for _ in range(3)] == [1, 4, 5]
@@ -119,3 +119,19 @@ def test_ten_crashes_at_random_points_train_every_task_exactly_once(seed: int) -
             del trained[kept:]  # steps after the checkpoint are rolled back
     assert len(set(trained)) == len(trained)
     assert set(trained) | set(source.state()["open"]) == set(range(source.state()["next"]))
+
+
+def test_a_uniform_task_is_done_and_comes_neither_again_nor_as_trained() -> None:
+    source = TaskSource(numbered)
+    indices = [source.lease()[0] for _ in range(3)]
+    source.uniform(1)
+    source.trained(0)
+    counts = source.counts()
+    assert counts == {"tasks": 3, "pending": 0, "leased": 1, "trained": 1, "quarantined": 0, "uniform": 1}
+    assert indices == [0, 1, 2]
+    with pytest.raises(ValueError, match="task 1 isn't leased"):
+        source.uniform(1)
+    resumed = TaskSource(numbered)
+    resumed.restore(3, source.state()["open"], {}, uniform=source.state()["uniform"])
+    assert [resumed.lease()[0] for _ in range(2)] == [2, 3]
+    assert resumed.counts()["trained"] == 1

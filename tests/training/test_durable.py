@@ -121,7 +121,8 @@ class Stage:
             rollout_log_probs=[None, -0.5],
             version_spans=[VersionSpan(version=version, start=1, end=2)],
         )
-        return msgspec.structs.replace(rollout, status="completed", state="scored", segments=[segment], score=1.0)
+        score = float(rollout.place % 3 == 0)
+        return msgspec.structs.replace(rollout, status="completed", state="scored", segments=[segment], score=score)
 
 
 async def calm(rollout: Rollout) -> bool:
@@ -336,6 +337,33 @@ def test_asynchronous_runs_lose_nothing_keep_the_bound_and_replay_to_the_same_bi
             asyncio.run(update([rollout for rollout in rollouts if rollout is not None]))
         assert asyncio.run(learner.fingerprint()) == step.state_hash
     assert asyncio.run(learner.fingerprint()) == final
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_uniform_groups_stay_dropped_through_ten_deaths_and_change_no_bit(tmp_path: Path, seed: int, lag: int) -> None:
+    """A third of the groups: neither played again nor lost, and the next tasks take their places in order."""
+    rng = random.Random(seed)
+    mode: dict[str, Any] = {
+        "lag": lag, "rollouts_per_step": 4, "group_size": 2, "advantage": {"drop_uniform_groups": True}
+    }  # fmt: skip
+    straight, config = config_for(tmp_path / "straight", **mode), config_for(tmp_path / "dying", players=7, **mode)
+    expected, _ = trained(straight)
+    assert survives(config, moods(seed), [rng.randint(2, 60) for _ in range(10)]) == expected
+    check_history(config)
+    assert staleness_in(config) == {step: {min(step, lag)} for step in range(STEPS)}
+    with closing(sqlite3.connect(RunFolder(config).ledger)) as db:
+        uniform = dict(db.execute("SELECT unit, reason FROM tasks WHERE state = 'uniform'").fetchall())
+        rows = db.execute("SELECT unit, fate, reward FROM rollouts WHERE reason = 'uniform'").fetchall()
+        again = db.execute(
+            "SELECT unit FROM rollouts GROUP BY place HAVING sum(reason = 'uniform') > 0 AND max(lease) != "
+            "max(CASE WHEN reason = 'uniform' THEN lease END)"
+        ).fetchall()
+    last = max(int(name[1:]) // 2 for step in read_steps(RunFolder(config).ledger) for name in step.rollout_ids)
+    assert {unit for unit in uniform if unit < last} == {unit for unit in range(last) if unit % 3 == 2}
+    assert set(uniform.values()) == {"all rewards are 0"}
+    assert sorted(rows) == [(unit, "dropped", 0.0) for unit in sorted(uniform) for _ in range(2)]
+    assert again == []
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2, 4])

@@ -1,6 +1,6 @@
 """`soloist fates`: what became of every rollout that was started, the sums that must hold, and why one was not trained.
 
-    attempts = running + scored + trained + failed + dropped + lost        tasks = open + trained + quarantined
+    attempts = running + scored + trained + failed + dropped + lost      tasks = open + trained + quarantined + uniform
 
 Reads the ledger only, during a run or after it. Not covered: what a rollout said (`report/rollouts.py`).
 """
@@ -23,7 +23,7 @@ from soloist.runtime.ledger_rows import (
 )
 
 ATTEMPT_STATES = ("running", "scored", "trained", "failed", "dropped", "lost")
-TASK_STATES = ("open", "trained", "quarantined")
+TASK_STATES = ("open", "trained", "quarantined", "uniform")
 REASON_CHARS = 90
 
 
@@ -80,6 +80,11 @@ def _verdict(rows: list[StoredRollout], task_state: str, task_reason: str) -> st
         return (
             f"{last.rollout_id} was not trained: task {last.task_id} was given up after {len(rows)} attempts "
             f"({_short(task_reason)})"
+        )
+    if task_state == "uniform":
+        return (
+            f"{last.rollout_id} was not trained: {_short(task_reason)} in its group, which teaches nothing, so "
+            "the next task took its place (advantage.drop_uniform_groups)"
         )
     if last.fate is None and last.state == "scored":
         return f"{last.rollout_id} waits to be trained: attempt {last.attempt} is scored, its step was not taken yet"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,6 +21,9 @@ class Journal(Protocol):
     def quarantined(self, unit: int, reason: str) -> None:
         """The task is given up."""
 
+    def uniform(self, unit: int, rollouts: Sequence[Rollout]) -> None:
+        """The task is done without being trained, as the rewards of its group are equal."""
+
 
 class NoJournal:
     """Tells nobody."""
@@ -31,6 +35,9 @@ class NoJournal:
         """Ignored."""
 
     def quarantined(self, unit: int, reason: str) -> None:
+        """Ignored."""
+
+    def uniform(self, unit: int, rollouts: Sequence[Rollout]) -> None:
         """Ignored."""
 
 

@@ -153,6 +153,12 @@ class Ledger:
         """The task is given up. On disk with the next write."""
         self._later(lambda db: changes.quarantine(db, unit, reason))
 
+    def uniform(self, unit: int, rollouts: Sequence[Rollout]) -> None:
+        """All rewards of the group are equal: its task is done untrained. On disk, as a whole, with the next write."""
+        keys = [(rollout.rollout_id, rollout.attempt) for rollout in rollouts]
+        reason = f"all rewards are {rollouts[0].reward:g}"
+        self._later(lambda db: changes.pass_over(db, unit, keys, reason))
+
     # Steps.
 
     async def commit(

@@ -108,6 +108,13 @@ def quarantine(db: sqlite3.Connection, unit: int, reason: str) -> bool:
     return db.execute("UPDATE tasks SET state = 'quarantined', reason = ? WHERE unit = ?", (reason, unit)).rowcount == 1
 
 
+def pass_over(db: sqlite3.Connection, unit: int, keys: list[Key], reason: str) -> bool:
+    """A task that is done without being trained, together with its rollouts: all of it or nothing."""
+    for key in keys:
+        drop(db, key, "dropped", None, "uniform")
+    return db.execute("UPDATE tasks SET state = 'uniform', reason = ? WHERE unit = ?", (reason, unit)).rowcount == 1
+
+
 def commit_step(db: sqlite3.Connection, row: StepRow, keys: list[Key]) -> None:
     """A step and the fate of its rollouts. Raises ValueError for a step out of turn and rollouts that aren't scored."""
     step, due = row[0], db.execute("SELECT coalesce(max(step) + 1, 0) FROM steps").fetchone()[0]

@@ -1,7 +1,7 @@
 """What stands in a ledger: its tables, their rows as records, and reading them without disturbing the writer.
 
     meta       schema, life                       a *life* is one opening by a run: the epoch of its leases
-    tasks      unit → state, reason               the frontier: each index handed out, open | trained | quarantined
+    tasks      unit → state, reason               the frontier: each index, open | trained | quarantined | uniform
     rollouts   lease → attempt, fate, payload     one row for each attempt; a lease never changes hands
     refused    late and duplicated results        turned away by the fence
     steps      step, lineage → record             what each optimizer step was made from, and the hash of what came out
@@ -164,6 +164,8 @@ class Frontier(Record, frozen=True, kw_only=True):
     """Indices handed out that are neither trained nor given up."""
     quarantined: dict[int, str] = {}
     """Indices given up, with the reason."""
+    uniform: int = 0
+    """Tasks that were done without being trained, as the rewards of their group were equal."""
     attempts: dict[int, int] = {}
     """Attempts so far at each place of the open units."""
     tries: dict[int, int] = {}
@@ -297,6 +299,7 @@ def select_frontier(db: sqlite3.Connection) -> Frontier:
         next_unit=next_unit,
         open_units=open_units,
         quarantined={unit: reason for unit, state, reason in tasks if state == "quarantined"},
+        uniform=sum(state == "uniform" for _, state, _ in tasks),
         attempts=attempts,
         tries=tries,
         scored=[decode(payload) for (payload,) in scored],

@@ -6,9 +6,9 @@
 Invariant, after every call: attempts = running + finished + scored + trained + dropped + failed.
 
 Guarantees: a failure is never handed out for training, nor is a rollout without action tokens or with a reward that is
-not finite; an attempt's record starts empty; a result that nobody waits for any more is ignored; every rollout handed
-out obeys the staleness bound of `wait` and `drop`; what changes an attempt's fate is told to the journal before the
-place is leased again.
+not finite, nor (if so set) a group whose rewards are all equal; an attempt's record starts empty; a result that nobody
+waits for any more is ignored; every rollout handed out obeys the staleness bound of `wait` and `drop`; what changes an
+attempt's fate is told to the journal before the place is leased again.
 Not covered: waiting and deadlines (`buffer.py`), the step a unit may enter (`staleness.py`,
 `exact_lag.py`), what may be trained (`verdicts.py`), durability (`ledger.py`).
 """
@@ -29,7 +29,7 @@ from soloist.runtime.ledger_rows import Frontier
 from soloist.runtime.staleness import Admission
 from soloist.runtime.tally import Tally
 from soloist.runtime.tasks import TaskSource
-from soloist.runtime.verdicts import check_staleness, flaw_of, oldest_of
+from soloist.runtime.verdicts import check_drops, check_staleness, flaw_of, is_uniform, oldest_of
 from soloist.seams import Clock
 from soloist.types import Failure, Rollout, Task
 
@@ -58,6 +58,7 @@ class Places:
         self.tally = Tally(window=config.rollouts_per_step)
         self._units: dict[int, Unit] = {}
         self._counts: dict[int, tuple[list[int], list[int]]] = {}  # attempts and tries of units that were given back
+        self._uniform_in_a_row = 0
         self.ages_s: list[float] = []
         """Seconds between scoring and training of the rollouts consumed last."""
 
@@ -73,14 +74,13 @@ class Places:
             return None
         self.source.lease()
         # Reserved before it is taken from the source: a task without a place stays where it is.
-        unit = self._new_unit(index, task, step)
-        return self._issue(unit, version)
+        return self._issue(self._new_unit(index, task, step), version)
 
     def settle(self, lease: Lease, rollout: Rollout) -> None:
         """Take an ended rollout back: it becomes scored, failed or dropped.
 
         Ignored when its attempt isn't running any more. Raises ValueError for a rollout that isn't the lease's or
-        hasn't ended, RunError for versions that are missing or of the future.
+        hasn't ended, RunError for versions that are missing or of the future, and after too many uniform groups.
         """
         running = self._find(lease)
         if running is None:
@@ -93,9 +93,8 @@ class Places:
             )
         unit, member = self._units[lease.unit], lease.place % self._size
         # Judged before anything changes, so that an impossible stamp leaves the books balanced.
-        failure = self._judge(unit, rollout)
+        failure, length = self._judge(unit, rollout), rollout.action_tokens
         del unit.running[member]
-        length = rollout.action_tokens
         if failure is not None:
             self.tally.failed(failure, length)
             if rollout.failure is None:
@@ -216,7 +215,7 @@ class Places:
         return {**self.tally.step_metrics(), "queue/age_s": mean(self.ages_s)}
 
     def state(self) -> dict[str, Any]:
-        """JSON-able, for a snapshot to be read by people: step and task source. The ledger is what a resume reads."""
+        """JSON-able, for people who look at a snapshot: step and task source. The ledger is what a resume reads."""
         return {"step": self.admission.step, "source": self.source.state()}
 
     def restore(self, frontier: Frontier) -> None:
@@ -228,7 +227,7 @@ class Places:
         if self._units:
             raise ValueError(f"{len(self._units)} units are under way; restore before anything is leased")
         self.admission = self._new_admission(frontier.step)
-        self.source.restore(frontier.next_unit, frontier.open_units, frontier.quarantined)
+        self.source.restore(frontier.next_unit, frontier.open_units, frontier.quarantined, frontier.uniform)
         self.tally.dropped_before = frontier.dropped
         for index in frontier.open_units:
             places = range(index * self._size, (index + 1) * self._size)
@@ -255,6 +254,14 @@ class Places:
 
     def _restore_unit(self, index: int, rollouts: list[Rollout]) -> None:
         whole, oldest = len(rollouts) == self._size, oldest_of(rollouts)
+        if whole and is_uniform(rollouts, self._config):
+            # The run died between its last score and the word that it is dropped.
+            self.source.claim(index)
+            self.source.uniform(index)
+            self._journal.uniform(index, rollouts)
+            self.tally.dropped_before += len(rollouts)
+            del self._counts[index]
+            return
         # A group with members missing reserves a place as if it were leased now; a whole one needs no lease.
         step = self.admission.restore(index, oldest) if whole else self.admission.reserve(index, oldest, restored=True)
         if step is None:
@@ -326,9 +333,25 @@ class Places:
     def _occupy_if_complete(self, unit: Unit) -> None:
         if len(unit.scored) < self._size:
             return
-        oldest = oldest_of([rollout for rollout, _ in unit.scored.values()])
-        if self.admission.occupy(unit.index, oldest) is None:
+        rollouts = [rollout for rollout, _ in unit.scored.values()]
+        if is_uniform(rollouts, self._config):
+            self._pass_over(unit, rollouts)
+            return
+        self._uniform_in_a_row = 0
+        if self.admission.occupy(unit.index, oldest_of(rollouts)) is None:
             self._doom(unit, "stale", "stale")
+
+    def _pass_over(self, unit: Unit, rollouts: list[Rollout]) -> None:
+        """Drop a uniform group; its task is done, and its place is free for the next one."""
+        self.admission.release(unit.index)
+        for rollout in rollouts:
+            self.tally.dropped("uniform", rollout.action_tokens, scored_before=True)
+        self.tally.uniform_groups += 1
+        del self._units[unit.index]
+        self.source.uniform(unit.index)
+        self._journal.uniform(unit.index, rollouts)
+        self._uniform_in_a_row += 1
+        check_drops(self._uniform_in_a_row, self._config)
 
     def _retry(self, unit: Unit, member: int, reason: str) -> None:
         """Another attempt for the member. A group with nothing else to keep gives its place back and starts over."""

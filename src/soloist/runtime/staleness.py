@@ -149,7 +149,7 @@ class Admission:
         return step
 
     def release(self, unit: int) -> None:
-        """Free the place of a running unit that failed."""
+        """Free the place of a running unit that failed, or that won't be trained although it was scored."""
         self._forget(unit)
         self._released += 1
 

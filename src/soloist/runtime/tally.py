@@ -83,11 +83,14 @@ class Tally:
             "rollout/failed_ratio": self._failures_of_step / ended if ended else None,
             "queue/dropped": float(self.dropped_before + self.ended["dropped"]),
             "queue/dropped_length": mean(self._dropped_lengths),
+            "group/dropped": float(self.uniform_groups),
         }
         self._since_step()
         return values
 
     def _since_step(self) -> None:
+        self.uniform_groups = 0
+        """Groups since the last step that were dropped for their equal rewards."""
         self._lengths: list[int] = []
         self._dropped_lengths: list[int] = []
         self._failures_of_step = 0

@@ -1,7 +1,7 @@
 """Where the next task comes from: indices 0, 1, 2 … in order, with those that must be played again first.
 
-Guarantees: tasks = pending + leased + trained + quarantined at every moment, counted over indices handed out so far;
-after `restore` exactly the indices that were leased or pending come again, none is skipped and none comes twice.
+Guarantees: tasks = pending + leased + trained + quarantined + uniform at every moment, counted over indices handed out
+so far; after `restore` exactly the indices that were leased or pending come again, none is skipped or comes twice.
 Not covered: how often a task is tried (`buffer.py`), and what a task is (`environments/`).
 """
 
@@ -26,6 +26,7 @@ class TaskSource:
         self._returned: list[int] = []  # heap: the oldest is played again first
         self._leased: set[int] = set()
         self._quarantined: dict[int, str] = {}
+        self._uniform = 0
         self._looked_at: tuple[int, Task] | None = None
 
     def peek(self) -> tuple[int, Task]:
@@ -73,6 +74,11 @@ class TaskSource:
         self._end(index)
         self._quarantined[index] = reason
 
+    def uniform(self, index: int) -> None:
+        """The task is done without being trained: its group taught nothing. Raises ValueError unless it is leased."""
+        self._end(index)
+        self._uniform += 1
+
     @property
     def quarantined(self) -> dict[int, str]:
         """Given-up indices with the last reason."""
@@ -80,30 +86,33 @@ class TaskSource:
 
     def counts(self) -> dict[str, int]:
         """Indices handed out so far, by what became of them; `tasks` is the sum of the others."""
-        pending, leased, quarantined = len(self._returned), len(self._leased), len(self._quarantined)
-        return {
-            "tasks": self._next,
-            "pending": pending,
-            "leased": leased,
-            "trained": self._next - pending - leased - quarantined,
-            "quarantined": quarantined,
+        others = {
+            "pending": len(self._returned),
+            "leased": len(self._leased),
+            "quarantined": len(self._quarantined),
+            "uniform": self._uniform,
         }
+        return {"tasks": self._next, "trained": self._next - sum(others.values()), **others}
 
     def state(self) -> dict[str, Any]:
-        """JSON-able: the next new index, the indices that are not trained yet, the quarantine."""
+        """JSON-able: the next new index, the indices that are not trained yet, the quarantine, the uniform ones."""
         return {
             "next": self._next,
             "open": sorted(self._leased | set(self._returned)),
             "quarantined": [[index, reason] for index, reason in sorted(self._quarantined.items())],
+            "uniform": self._uniform,
         }
 
-    def restore(self, next_index: int, open_indices: Iterable[int], quarantined: Mapping[int, str]) -> None:
+    def restore(
+        self, next_index: int, open_indices: Iterable[int], quarantined: Mapping[int, str], uniform: int = 0
+    ) -> None:
         """Continue where a ledger says: what was under way is handed out again, oldest first, before new indices."""
         self._next = next_index
         # A sorted list is a heap.
         self._returned = sorted(open_indices)
         self._leased = set()
         self._quarantined = dict(quarantined)
+        self._uniform = uniform
         self._looked_at = None
 
     def _end(self, index: int) -> None:

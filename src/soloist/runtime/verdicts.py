@@ -9,10 +9,29 @@ from soloist.config import RunConfig
 from soloist.errors import RunError
 from soloist.types import Failure, Rollout
 
+DROP_LIMIT = 20
+"""Steps' worth of groups in a row whose rewards are equal, before the run gives up."""
+
 
 def oldest_of(rollouts: Sequence[Rollout]) -> int:
     """Oldest version in a group whose rollouts all have one."""
     return min(rollout.oldest_version or 0 for rollout in rollouts)
+
+
+def is_uniform(rollouts: Sequence[Rollout], config: RunConfig) -> bool:
+    """Whether a whole group teaches nothing, since its rewards are all equal, and is to be dropped for that."""
+    return config.advantage.drop_uniform_groups and len({rollout.reward for rollout in rollouts}) == 1
+
+
+def check_drops(in_a_row: int, config: RunConfig) -> None:
+    """Raise RunError when so many groups in a row were uniform that no step will ever be full."""
+    limit = DROP_LIMIT * (config.rollouts_per_step // config.group_size)
+    if in_a_row >= limit:
+        raise RunError(
+            f"{in_a_row} groups in a row had equal rewards, {DROP_LIMIT} steps' worth, so nothing is left to train on; "
+            "the tasks are too easy or too hard for this policy: choose others, or set "
+            "advantage.drop_uniform_groups = false"
+        )
 
 
 def flaw_of(rollout: Rollout, step: int, lag: int | None) -> Failure | None:
