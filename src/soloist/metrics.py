@@ -29,6 +29,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "actor/grad_norm": ("norm", "policy gradient before clipping"),
     "actor/entropy": ("nats", "mean entropy of the trained tokens' distributions"),
     "actor/ppo_kl": ("nats", "mean of log μ − log π over trained tokens"),
+    "actor/kl_to_reference": ("nats", "mean of exp(x) − 1 − x, x = log π_ref − log π, when kl_coef is above 0"),
     "actor/lr": ("1", "learning rate of the policy"),
     "critic/loss": ("loss", "value loss of the last of the K updates"),
     "critic/explained_var": ("share", "1 − Var(return − value) / Var(return), per token, before the K updates"),
