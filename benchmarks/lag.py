@@ -1,6 +1,6 @@
 """Which methods stay stable while the data is stale? Six arms under an exact lag, on the calculator.
 
-    python benchmarks/lag.py [--start RUN] [--lags 2 8] [--steps 60] [--jobs 1]
+    python benchmarks/lag.py [--start RUN] [--lags 2 8] [--steps 48] [--jobs 1]
 
 Every rollout is exactly min(step, lag) updates old. The learning rate is swept over one grid on one seed for every
 arm; then three seeds run at each arm's best rate and at the highest rate of the grid. All runs start from one SFT model
@@ -16,32 +16,35 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import multiprocessing
 import shutil
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 from harness import RESULTS, write_results
 
+from soloist.config_files import load_config
+from soloist.errors import RunError
+from soloist.metrics import read_metrics
+from soloist.training.observer import SilentObserver
+from soloist.training.stages import run_stages
+
 ROOT = Path(__file__).parents[1]
 GRID = (2e-4, 4.5e-4, 1e-3)
 SEEDS = (0, 1, 2)
 WINDOW = 8
-GROUPS = ["--advantage.adv_estimator=group_relative", "--group_size=8"]
-WIDE = ["--loss.eps_low=0.2", "--loss.eps_high=0.2"]
-ARMS: dict[str, list[str]] = {
-    "sao": [],
-    "grpo_clip_higher": [*GROUPS, "--loss.policy_loss=clip_higher"],
+GROUPS = {"advantage.adv_estimator": "group_relative", "group_size": "8"}
+ARMS: dict[str, dict[str, str]] = {
+    "sao": {},
+    "grpo_clip_higher": GROUPS | {"loss.policy_loss": "clip_higher"},
     "grpo_dis": GROUPS,
     # With SAT's own intervals, so that the two differ in the contraction alone.
-    "gspo": [*GROUPS, "--loss.policy_loss=gspo", *WIDE],
-    "sat_grpo": [*GROUPS, "--loss.policy_loss=sat_grpo"],
-    "sat_gspo": [*GROUPS, "--loss.policy_loss=sat_gspo"],
+    "gspo": GROUPS | {"loss.policy_loss": "gspo", "loss.eps_low": "0.2", "loss.eps_high": "0.2"},
+    "sat_grpo": GROUPS | {"loss.policy_loss": "sat_grpo"},
+    "sat_gspo": GROUPS | {"loss.policy_loss": "sat_gspo"},
 }
 TOUCHED = ("dis/masked_frac", "ppo/clip_frac", "sat/gate_rate")
 """What a method did to tokens: masked, clipped, or their interval contracted."""
@@ -68,50 +71,33 @@ def key_of(arm: str, lag: int, lr: float, seed: int) -> str:
     return f"{arm} lag {lag} lr {lr:g} seed {seed}"
 
 
-def soloist(stages: Sequence[str], recipe: Path, folder: Path, options: Sequence[str]) -> None:
-    """Run stages one after the other in a process each. Raises RuntimeError with what it said."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    for stage in stages:
-        command = [sys.executable, "-m", "soloist", stage, str(recipe), "--name", folder.name]
-        command += [f"--runs_dir={folder.parent}", "--resume", *options]
-        command = [part for part in command if part != "--resume" or folder.is_dir()]
-        outcome = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if outcome.returncode:
-            raise RuntimeError(f"{shlex_of(command)} ended with {outcome.returncode}: {outcome.stderr[-2000:]}")
-
-
-def shlex_of(command: Sequence[str]) -> str:
-    """A command as one would type it."""
-    return " ".join(command)
-
-
 def start_of(folder: Path, recipe: Path) -> Path:
     """The run that all arms start from, made when it isn't there."""
     if not (folder / "stages.json").is_file():
-        soloist(["sft"], recipe, folder, ["--eval.problems=128"])
-        soloist(["pretrain-value"], recipe, folder, ["--eval.problems=128"])
+        overrides = {"name": folder.name, "runs_dir": str(folder.parent), "eval.problems": "128"}
+        config = load_config(str(recipe), overrides)
+        run_stages(config, ("sft", "pretrain-value"), resume=False, skip_done=True, observer=SilentObserver())
     return folder
 
 
-def play(arm: str, lag: int, lr: float, seed: int, *, start: Path, scratch: Path, recipe: Path, steps: int) -> Row:
+def play(arm: str, lag: int, lr: float, seed: int, start: Path, scratch: Path, recipe: Path, steps: int) -> Row:
     """One run's figures."""
     folder = scratch / key_of(arm, lag, lr, seed).replace(" ", "_")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for part in ("model", "sft", "value_pretraining"):
         shutil.copytree(start / part, folder / part)
-    options = [*ARMS[arm], f"--lag={lag}", f"--policy.lr={lr}", f"--seed={seed}", f"--steps={steps}"]
-    command = [sys.executable, "-m", "soloist", "train", str(recipe), "--name", folder.name]
-    command += [f"--runs_dir={scratch}", *options]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    outcome = subprocess.run(command, env=environment, cwd=scratch, capture_output=True, text=True)
-    lines = (folder / "metrics.jsonl").read_text().splitlines() if (folder / "metrics.jsonl").is_file() else []
-    train = [line for line in map(json.loads, lines) if line["stage"] == "train"]
+    overrides = ARMS[arm] | {"name": folder.name, "runs_dir": str(scratch), "steps": str(steps)}
+    overrides |= {"lag": str(lag), "policy.lr": str(lr), "seed": str(seed)}
+    row: Row = {"arm": arm, "lag": lag, "lr": lr, "seed": seed}
+    try:
+        config = load_config(str(recipe), overrides)
+        run_stages(config, ("train",), resume=False, skip_done=True, observer=SilentObserver())
+    except RunError as error:
+        # A policy that went to pieces may end in a non-finite gradient; that is a result, too.
+        row["ended"] = str(error)[:300]
+    row |= figures_of(read_metrics(folder / "metrics.jsonl", "train"))
     shutil.rmtree(folder, ignore_errors=True)
-    row: Row = {"arm": arm, "lag": lag, "lr": lr, "seed": seed} | figures_of(train)
-    # A policy that went to pieces may end in a non-finite gradient; that is a result, and the run says so.
-    if outcome.returncode:
-        row["ended"] = outcome.stderr.strip().splitlines()[-1][:300]
     return row
 
 
@@ -229,7 +215,7 @@ def main() -> None:
     parser.add_argument("--start", type=Path, default=ROOT / "runs" / "lag-start")
     parser.add_argument("--scratch", type=Path, default=ROOT / "runs" / "lag")
     parser.add_argument("--lags", type=int, nargs="+", default=[2, 8])
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--jobs", type=int, default=1)
     arguments = parser.parse_args()
     scratch, lags, steps = arguments.scratch.resolve(), arguments.lags, arguments.steps
@@ -240,17 +226,20 @@ def main() -> None:
     path = RESULTS / "lag.json"
     rows: dict[str, Row] = json.loads(path.read_text())["runs"] if path.is_file() else {}
 
-    def run(job: tuple[str, int, float, int]) -> None:
-        rows[key_of(*job)] = row = play(*job, start=start, scratch=scratch, recipe=recipe, steps=steps)
-        print(f"{key_of(*job):44} final {row.get('final')} worst {row.get('worst')} {row.get('touched')}", flush=True)
+    def keep(row: Row) -> None:
+        key = key_of(row["arm"], row["lag"], row["lr"], row["seed"])
+        rows[key] = row
+        print(f"{key:44} final {row.get('final')} worst {row.get('worst')} {row.get('touched')}", flush=True)
         figures = {"steps": steps, "grid": GRID, "seeds": SEEDS, "window": WINDOW, "options": ARMS, "recipe": RECIPE}
-        write_results("lag", {**figures, "table": table_of(lags, dict(rows)), "runs": dict(rows)})
+        write_results("lag", {**figures, "table": table_of(lags, rows), "runs": rows})
 
-    with ThreadPoolExecutor(arguments.jobs) as pool:
+    # A process for each job that goes on from run to run; forked ones would share torch's threads.
+    with ProcessPoolExecutor(arguments.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         while missing := [job for job in plan(lags, rows) if key_of(*job) not in rows]:
             # Rates for further seeds are known only once the sweep is done.
-            sweep = [job for job in missing if job[3] == SEEDS[0]]
-            list(pool.map(run, sweep or missing))
+            jobs = [job for job in missing if job[3] == SEEDS[0]] or missing
+            for future in as_completed([pool.submit(play, *job, start, scratch, recipe, steps) for job in jobs]):
+                keep(future.result())
     draw(lags, rows, RESULTS / "lag.png")
     for line in table_of(lags, rows):
         print(json.dumps(line))
