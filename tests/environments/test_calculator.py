@@ -173,6 +173,17 @@ async def test_a_lost_sandbox_fails_the_rollout_and_gives_no_reward() -> None:
     assert caught.value.boundary == "sandbox"
 
 
+def test_generated_tasks_come_again_in_epochs_of_the_number_that_is_asked_for() -> None:
+    """The same tasks as without epochs, each once an epoch, in orders that depend on the seed only."""
+    endless, repeating = Calculator(CONFIG, 5), Calculator(EnvironmentConfig(distinct_tasks=9), 5)
+    first = {endless.train_task(index).task_id: endless.train_task(index) for index in range(9)}
+    epochs = [[repeating.train_task(9 * epoch + place) for place in range(9)] for epoch in range(5)]
+    assert all({task.task_id: task for task in epoch} == first for epoch in epochs)
+    assert len({tuple(task.task_id for task in epoch) for epoch in epochs}) == 5
+    assert Calculator(EnvironmentConfig(distinct_tasks=9), 5).train_task(23) == epochs[2][5]
+    assert (endless.distinct_tasks, repeating.distinct_tasks) == (0, 9)
+
+
 def test_a_task_file_is_played_in_epochs_without_skipping_or_repeating(tmp_path: Path) -> None:
     """R1: each epoch holds each row once, in an order of its own that depends on the seed only."""
     config = task_file(tmp_path, [{"problem": f"{n}+{n}", "answer": 2 * n} for n in range(7)])

@@ -215,9 +215,26 @@ class Checker:
                 self._unless(task["reason"], f"task {unit} is quarantined without a reason")
                 self._unless(len(tries) >= self.facts.attempts, f"task {unit} is quarantined after {len(tries)} tries")
             self._unless({row["task_id"] for row in attempts[unit]} <= {task["task_id"]}, f"task {unit} changed")
+            self._check_uniform(unit, task["state"], attempts[unit])
         if self.facts.epoch:
             self._check_epochs(tasks)
         self._check_overtaken(tasks)
+
+    def _check_uniform(self, unit: int, state: str, rows: list[Row]) -> None:
+        """A task is left out exactly when a whole group of it was dropped for equal rewards, and then for good."""
+        dropped = [row for row in rows if row["reason"] == "uniform" and row["fate"] == "dropped"]
+        if not dropped and state != "uniform":
+            whole = [row["reward"] for row in rows if row["fate"] == "trained"]
+            even = self.facts.drop_uniform and whole and len(set(whole)) == 1
+            self._unless(not even, f"task {unit} is trained, although its rewards are all {whole[:1]}")
+            return
+        self._unless(self.facts.drop_uniform, f"task {unit} is {state} with {len(dropped)} uniform rollouts")
+        places = sorted(row["place"] for row in dropped)
+        if state != "uniform" or places != list(range(unit * self.facts.group, (unit + 1) * self.facts.group)):
+            self._find("lost", f"task {unit} is {state}, places {places} of it were dropped as uniform")
+        self._unless(len({row["reward"] for row in dropped}) <= 1, f"task {unit} was dropped with different rewards")
+        if any(row["fate"] in (None, "trained") or row["lease"] > max(d["lease"] for d in dropped) for row in rows):
+            self._find("duplicated", f"task {unit} was played again after it was dropped as uniform")
 
     def _check_epochs(self, tasks: dict[int, Row]) -> None:
         """Within an epoch every row of the task file comes exactly once, whatever the order of arrival."""
@@ -278,6 +295,9 @@ class Checker:
         lag = row["step"] - (oldest or 0)
         bounded = self.facts.on_stale != "train"
         self._unless(not bounded or lag <= self.facts.max_staleness, f"{name} is trained at staleness {lag}")
+        if self.facts.lag is not None:
+            due = row["step"] - min(row["step"], self.facts.lag)
+            self._unless((oldest, newest) == (due, due), f"{name} has versions {oldest} to {newest}, step needs {due}")
 
     def _retrain(self, payloads: dict[tuple[str, int], dict[str, Any]]) -> None:
         """The stand-in's arithmetic over the recorded rollouts gives the recorded hashes."""

@@ -36,6 +36,10 @@ class Facts:
     """Whether rollouts are forgotten once no snapshot needs them."""
     numeric: bool = True
     """Whether the learner is the stand-in, whose arithmetic can be repeated."""
+    lag: int | None = None
+    """Exact age of every rollout, once there are so many versions."""
+    drop_uniform: bool = False
+    """Whether groups of equal rewards are left out."""
     stopped: bool = False
     """Whether a process stood still for longer than a lease; only then may leases run out."""
     damaged: list[int] = field(default_factory=list)

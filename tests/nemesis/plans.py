@@ -144,12 +144,17 @@ def _stand_in(rng: random.Random, number: int, stopped: bool) -> dict[str, Any]:
     group = rng.choice([1, 1, 2])
     staleness = 0 if deterministic else rng.choice([0, 1, 2])
     size = rng.choice([4, 6])
-    return {
+    lag = 1 + number % 2 if deterministic and number % 3 == 0 else None
+    # By number and not by the generator, so that all other plans stay what they were.
+    mode: dict[str, Any] = {} if lag is None else {"lag": lag}
+    if group > 1 and number % 2 == 0:
+        mode["advantage"] = {"drop_uniform_groups": True}
+    return mode | {
         "steps": rng.choice([12, 16, 20]),
         "rollouts_per_step": size,
         "group_size": group,
         "players": rng.choice([2, 4, 7]),
-        "max_staleness": staleness,
+        "max_staleness": staleness if lag is None else lag,
         "on_stale": "wait" if deterministic else rng.choice(["wait", "wait", "drop", "train"]),
         "publish_every": 2 if staleness and rng.random() < 0.3 else 1,
         "checkpoint_every": rng.choice([1, 2, 3, 5]),

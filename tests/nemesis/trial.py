@@ -289,6 +289,8 @@ class Trial:
             seed=config.get("seed", 0),
             pruned=config.get("keep_rollouts") is not None,
             numeric=not tiny,
+            lag=config.get("lag"),
+            drop_uniform="advantage" in config,
             stopped=self.plan.stopped,
             damaged=self._damaged,
         )

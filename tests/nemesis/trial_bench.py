@@ -23,7 +23,7 @@ from soloist.training.durable import Job, train_durably
 from soloist.training.observer import SilentObserver
 from soloist.training.run_folder import RunFolder
 from soloist.training.snapshots import SnapshotFolder
-from soloist.training.weights import PublishedWeights
+from soloist.training.weights import PublishedWeights, versions_kept
 from soloist.types import Sampling, Task, WeightsRef
 
 
@@ -108,7 +108,7 @@ def train(home: Path, plan: dict[str, Any], observer: Any = None) -> int:
             folder=folder,
             learner=NumericLearner(config.seed, plan["step_seconds"], storage),
             snapshots=SnapshotFolder(folder.checkpoints, encode, decode, storage=storage),
-            weights=PublishedWeights(folder.weights, home / "model"),
+            weights=PublishedWeights(folder.weights, home / "model", keep=versions_kept(config)),
             open_players=open_players,
             observer=observer or Talking(),
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from soloist.config import RunConfig
 from soloist.errors import RunError
-from soloist.seams import sha256_of
+from soloist.seams import Storage, sha256_of
 from soloist.types import WeightsRef
 
 # Config, tokenizer (vocabularies and merges may be text or SentencePiece) and chat template.
@@ -25,15 +25,20 @@ class PublishedWeights:
     Example: `PublishedWeights(run / "weights", base).folder_of(3)` is `weights/step_3`, ready for `model.safetensors`.
     """
 
-    def __init__(self, folder: Path, base_model: Path, keep: int = 3) -> None:
+    def __init__(self, folder: Path, base_model: Path, keep: int = 3, storage: Storage | None = None) -> None:
         self._folder = folder
+        self._storage = storage or Storage()
         self._base_model = base_model
         self._keep = keep
 
     def folder_of(self, version: int) -> Path:
         """Folder of a version, with everything but the weights in it."""
         target = self._folder / f"step_{version}"
-        target.mkdir(parents=True, exist_ok=True)
+        if not target.is_dir():
+            target.mkdir(parents=True, exist_ok=True)
+            # Their names must survive a power cut: with a lag a resumed run samples from older versions.
+            for folder in (self._folder.parent, self._folder):
+                self._storage.sync(folder)
         for path in sorted(self._base_model.iterdir()):
             # An index would name shards that are not here: the learner writes one file.
             if path.suffix in COPIED and not path.name.endswith(".index.json"):
