@@ -123,6 +123,20 @@ def test_absent_tokens_change_no_statistic(name: str, garbage: float) -> None:
     assert found >= 1
 
 
+@pytest.mark.parametrize("name", ["sat_ppo", "sat_gspo", "gspo", "m2po"])
+def test_absent_tokens_are_not_counted_as_tokens_that_did_not_move(name: str) -> None:
+    """The same step with and without its absent tokens: a quantile, a mean or a moment over zeros would be smaller."""
+    now, rollout = torch.tensor([-1.4, -1.3, -1.9, -1.45, -1.5, -1.2]), torch.tensor([0, 0, 1, 1, 2, 0])
+    live = torch.tensor([True, False, True, True, False, True])
+    whole = statistics_of(name, now, live.float(), rollout)
+    alone = statistics_of(name, now[live], torch.ones(4), rollout[live])
+    assert whole.quantile is None or torch.equal(whole.quantile, alone.quantile)
+    assert (whole.quantile is not None) == name.startswith("sat")
+    for part, column in ((whole.at(live), "sequence_log_ratio_T"), (whole.at(live), "kept_T")):
+        ours, theirs = getattr(part, column), getattr(alone, column)
+        assert ours is None or torch.equal(ours, theirs)
+
+
 def test_a_broken_token_breaks_its_own_sequence_alone() -> None:
     now, rollout = torch.tensor([-1.0, math.nan, -1.5]), torch.tensor([0, 0, 1])
     found = statistics_of("gspo", now, torch.ones(3), rollout).sequence_log_ratio_T

@@ -85,19 +85,16 @@ def step_statistics(
         rollout_T=rollout_T,
     )
     given = method.settings_with(settings)
+    # Whatever stands at absent tokens is still in the differences; each of the functions below leaves it out.
     live_T = weights_T != 0
-
-    def difference(log_probs_T: Tensor, other_T: Tensor) -> Tensor:
-        return torch.where(live_T, log_ratio(log_probs_T, other_T), 0.0).to(torch.float64)
-
-    ratio_T = difference(log_probs_T, old_log_probs_T)
+    ratio_T = log_ratio(log_probs_T, old_log_probs_T).to(torch.float64)
     sequence_log_ratio_T = sequence_correction_T = quantile = kept_T = None
     if method.ratio == "sequence":
         ratio_T = over_sequences(ratio_T, live_T, rollout_T, n_rollouts, mean=True)
         sequence_log_ratio_T = ratio_T
     correction_over = given.get("correction_over", "token")
     if correction_over != "token":
-        correction_T = difference(old_log_probs_T, rollout_log_probs_T)
+        correction_T = log_ratio(old_log_probs_T, rollout_log_probs_T)
         mean = correction_over == "sequence_mean"
         sequence_correction_T = over_sequences(correction_T, live_T, rollout_T, n_rollouts, mean=mean)
     if given.get("sat_over") == "step":
