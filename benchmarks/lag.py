@@ -47,7 +47,7 @@ ARMS: dict[str, dict[str, str]] = {
     "sat_gspo": GROUPS | {"loss.policy_loss": "sat_gspo"},
 }
 TOUCHED = ("dis/masked_frac", "ppo/clip_frac", "sat/gate_rate")
-"""What a method did to tokens: masked, clipped, or their interval contracted."""
+"""What a method did to tokens: masked, clipped, or their interval contracted (a tenth of them, by SAT's quantile)."""
 RECIPE = """# The calculator's RL stage under an exact lag; SFT and value pretraining as in the packaged recipe.
 rollouts_per_step = 64
 players = 64
@@ -173,7 +173,7 @@ def mean_of(own: list[Row]) -> Row:
         "worst": average(lambda row: float(row.get("worst") or 0.0)),
         "spread": round(max(finals) - min(finals), 5),
         "mismatch_kl": average(lambda row: float(row.get("mismatch_kl") or 0.0)),
-        "touched": {name: average(lambda row, name=name: row["touched"].get(name, 0.0)) for name in names},  # type: ignore[misc]
+        "touched": {name: average(lambda row, name=name: row.get("touched", {}).get(name, 0.0)) for name in names},  # type: ignore[misc]
         "collapsed": sum(row.get("collapse_step") is not None or "ended" in row for row in own),
         "collapse_steps": [row.get("collapse_step") for row in own],
     }
@@ -224,7 +224,10 @@ def main() -> None:
     recipe.write_text(RECIPE)
     start = start_of(arguments.start.resolve(), recipe)
     path = RESULTS / "lag.json"
-    rows: dict[str, Row] = json.loads(path.read_text())["runs"] if path.is_file() else {}
+    known: Row = json.loads(path.read_text()) if path.is_file() else {"steps": steps, "runs": {}}
+    if known["steps"] != steps:
+        raise SystemExit(f"{path} holds runs of {known['steps']} steps, found --steps {steps}; move it away first")
+    rows: dict[str, Row] = known["runs"]
 
     def keep(row: Row) -> None:
         key = key_of(row["arm"], row["lag"], row["lr"], row["seed"])

@@ -17,7 +17,7 @@ from soloist.config_files import apply_overrides, dump_config, load_config, pack
 from soloist.estimators import ADV_ESTIMATORS
 from soloist.methods import LOSS_METHODS
 from soloist.metrics import METRICS, is_registered
-from soloist.training.replay import CHANGEABLE
+from soloist.training.replay import CHANGEABLE, without_old_method
 
 PACKAGE = Path(soloist.__file__).parent
 ROOT = Path(__file__).parents[1]
@@ -233,6 +233,7 @@ def test_the_what_ifs_on_the_pages_have_settings_that_are_accepted() -> None:
         assert run == "runs/calculator"
         changes = dict(option.split("=") for option in options if option != "--set")
         assert {change.split(".")[0] for change in changes} <= set(CHANGEABLE)
-        loss = build_config(apply_overrides(resolved, changes), source=run).loss
-        assert [str(getattr(loss, key.split(".")[1])) for key in changes] == list(changes.values())
+        config = build_config(apply_overrides(without_old_method(resolved, changes), changes), source=run)
+        found = [getattr(getattr(config, key.split(".")[0]), key.split(".")[1]) for key in changes]
+        assert [str(value) for value in found] == list(changes.values())
     assert len(replays) >= 2

@@ -152,12 +152,13 @@ def test_the_tables_and_the_config_know_the_same_names() -> None:
 @pytest.mark.parametrize("name", sorted(LOSS_METHODS))
 def test_a_method_fills_in_its_own_settings_and_keeps_what_was_set(name: str) -> None:
     method = LOSS_METHODS[name]
-    loss = build_config({"loss": {"policy_loss": name}}, "x").loss
+    twice = {"policy": {"minibatches": 2}} if method.has_trust_region else {}
+    loss = build_config({"loss": {"policy_loss": name}, **twice}, "x").loss
     assert {key: getattr(loss, key) for key in method.settings} == dict(method.settings)
     assert (loss.loss_agg_mode, loss.old_log_probs) == (method.loss_agg_mode, method.old_log_probs[0])
     assert all(getattr(loss, key) is None for key in LOSS_SETTINGS if key not in method.settings)
     if "eps_low" in method.settings:
-        assert build_config({"loss": {"policy_loss": name, "eps_low": 0.11}}, "x").loss.eps_low == 0.11
+        assert build_config({"loss": {"policy_loss": name, "eps_low": 0.11}, **twice}, "x").loss.eps_low == 0.11
 
 
 @pytest.mark.parametrize(
@@ -178,6 +179,11 @@ def test_a_method_fills_in_its_own_settings_and_keeps_what_was_set(name: str) ->
         (
             {"advantage": {"adv_estimator": "spo"}, "environment": {"distinct_tasks": 8}, "group_size": 2},
             ["single rollouts", "group_size = 2"],
+        ),
+        ({"loss": {"policy_loss": "decoupled_ppo"}}, ["decoupled_ppo", "ratio is 1", "minibatches"]),
+        (
+            {"advantage": {"adv_estimator": "spo", "overlong_buffer": 9}, "environment": {"distinct_tasks": 8}},
+            ["'spo'", "overlong_buffer = 9", "leave overlong_buffer out"],
         ),
         ({"loss": {"policy_loss": "importance_weighting"}, "policy": {"minibatches": 2}}, ["no trust region"]),
         ({"advantage": {"overlong_buffer": 300}}, ["overlong_buffer = 300", "max_tokens = 200"]),

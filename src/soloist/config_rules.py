@@ -24,6 +24,8 @@ def method_rules(c: RunConfig) -> list[Rule]:
 def _loss_rules(c: RunConfig) -> list[Rule]:
     loss, method = c.loss, LOSS_METHODS[c.loss.policy_loss]
     updates, recomputes = c.policy.epochs * c.policy.minibatches, c.loss.old_log_probs == "recompute"
+    # Whether a correction for the engine's probabilities can matter where the ratio is 1; clipping can't.
+    corrected = method.correction in ("truncated", "masked")
     return [
         (
             loss.old_log_probs not in method.old_log_probs,
@@ -36,7 +38,7 @@ def _loss_rules(c: RunConfig) -> list[Rule]:
             f"policy_loss = '{loss.policy_loss}' has no trust region; use 'dis' or 'ppo', or one update a step",
         ),
         (
-            updates == 1 and method.region in ("clip", "truncation") and method.correction == "none" and recomputes,
+            updates == 1 and method.region in ("clip", "truncation") and not corrected and recomputes,
             f"policy_loss = '{loss.policy_loss}' with old_log_probs = 'recompute' and one update a step: the ratio "
             "is 1 at every token, so that neither clipping nor the data's age can matter; set old_log_probs = "
             "'rollout', or policy.minibatches or policy.epochs above 1",
@@ -86,6 +88,11 @@ def _estimator_rules(c: RunConfig) -> list[Rule]:
             name == "spo" and c.deterministic and c.max_staleness > 0,
             f"adv_estimator = 'spo' draws tasks by what was learned so far, which isn't the same in every run while "
             f"rollouts run ahead (max_staleness = {c.max_staleness}); set max_staleness = 0 or deterministic = false",
+        ),
+        (
+            name == "spo" and c.advantage.overlong_buffer > 0,
+            f"adv_estimator = 'spo' counts successes and needs rewards within 0 … 1, but overlong_buffer = "
+            f"{c.advantage.overlong_buffer} makes some of them negative; leave overlong_buffer out",
         ),
         (
             c.advantage.overlong_buffer > c.rollout.max_tokens,

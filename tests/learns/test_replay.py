@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from soloist.cli import main
 from soloist.config import RunConfig, build_config
+from soloist.config_files import load_config
 from soloist.errors import RunError, UserError
 from soloist.metrics import read_metrics
 from soloist.runtime.ledger import read_steps
@@ -88,6 +89,18 @@ def test_a_changed_setting_is_a_what_if_in_a_folder_of_its_own(
     assert json.loads(written.read_text())["changes"] == {"policy.lr": "1e-3"}
     assert [r["step"] for r in read_metrics(written.with_name("metrics.jsonl"), "train")] == [0, 1, 2]
     assert files_of(run) == before
+
+
+def test_another_method_is_replayed_with_its_own_settings_and_not_those_of_the_old_one(run: Path) -> None:
+    changes = {"loss.policy_loss": "gspo", "advantage.adv_estimator": "reinforce_pp"}
+    found = replay(run, SilentObserver(), to_step=1, changes=changes)
+    config = load_config(str(Path(found.folder) / "config.resolved.toml"))
+    assert (config.loss.eps_low, config.loss.eps_high) == (3e-4, 4e-4)
+    assert (config.loss.loss_agg_mode, config.has_critic) == ("seq-mean-token-mean", False)
+    steps = read_metrics(Path(found.folder) / "metrics.jsonl", "train")
+    assert [step["step"] for step in steps] == [0, 1]
+    assert "ppo/clip_frac" in steps[0]
+    assert "critic/loss" not in steps[0]
 
 
 @pytest.mark.parametrize(

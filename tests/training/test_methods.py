@@ -286,6 +286,7 @@ def test_group_advantages_compare_rollouts_of_one_group_in_any_order(base: Any) 
             firsts = [row[1][0] for row in learner.tokens.rows()]
             found.append(dict(zip([rollout.rollout_id for rollout in order], firsts, strict=True)))
         assert found[0] == found[1]
+        assert learner._estimators.metrics(learner._begin(rollouts).batch) == {"group/uniform_frac": 0.0}
         assert [found[0][f"r{i}"] for i in range(4)] == pytest.approx([(score - mean) / scale for score in scores])
 
 

@@ -20,8 +20,8 @@ def overlong_penalty(lengths_R: Tensor, *, limit: int, buffer: int, penalty: flo
         penalty·(L − B − l)/B      L − B < l ≤ L
         −penalty                   l > L
 
-    `lengths_R`, `limit` and `buffer` in tokens. Open: l is the trainable tokens of the whole rollout, all turns
-    together; DAPO has one turn. Returns [R] in units of the reward, fp32, to be added to the score.
+    `lengths_R`, `limit` and `buffer` in tokens. Open: l is all tokens of a rollout, prompt and observations too,
+    as `rollout.max_tokens` counts them; DAPO has one turn. Returns [R] in units of the reward, fp32, to be added to the score.
     Raises ValueError unless lengths are one-dimensional and not negative, 0 < buffer ≤ limit and penalty ≥ 0.
     """
     check_packed(lengths_R=lengths_R)

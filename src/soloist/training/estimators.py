@@ -27,11 +27,12 @@ from soloist.algorithms.advantages import (
     sums_of_runs,
 )
 from soloist.algorithms.baselines import RunningMeans, SuccessRates
-from soloist.algorithms.group_advantages import group_mean, group_relative
+from soloist.algorithms.group_advantages import group_mean, group_relative, uniform_groups
 from soloist.algorithms.masked import whiten
 from soloist.algorithms.step_gae import step_gae
 from soloist.config import AdvantageConfig
 from soloist.errors import RunError
+from soloist.estimators import ADV_ESTIMATORS
 from soloist.models.rows import MicroBatch, build_micro_batches
 from soloist.training.pack import RolloutArrays, StepBatch
 from soloist.training.step import Step
@@ -73,6 +74,12 @@ class Estimators:
         if self._config.whiten or self._config.adv_estimator == "reinforce_pp":
             return whiten(advantages_T, torch.ones_like(advantages_T, dtype=torch.bool))
         return advantages_T
+
+    def metrics(self, batch: StepBatch) -> dict[str, float | None]:
+        """What the estimator could do with the step's rewards."""
+        if not ADV_ESTIMATORS[self._config.adv_estimator].groups:
+            return {}
+        return {"group/uniform_frac": float(uniform_groups(_rewards(batch), batch.group_R).float().mean())}
 
     def learn(
         self, batch: StepBatch, arrays: Sequence[RolloutArrays], log_probs: LogProbs, token_budget: int, packed: bool

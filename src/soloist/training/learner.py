@@ -129,7 +129,7 @@ class Learner:
         self.tokens = step.token_table(advantages_T)
         self._step = None
         averages = {name: mean(update[name] or 0.0 for update in updates) for name in updates[0]}
-        return metrics_of(sums) | averages | _advantage_metrics(advantages_T)
+        return metrics_of(sums) | averages | _advantage_metrics(advantages_T) | self._estimators.metrics(step.batch)
 
     def _policy_step(
         self,

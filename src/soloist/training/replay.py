@@ -20,6 +20,7 @@ from typing import Any
 from soloist.config import RunConfig, build_config
 from soloist.config_files import apply_overrides, dump_config
 from soloist.errors import RunError, UserError
+from soloist.estimators import ADV_ESTIMATORS
 from soloist.metrics import MetricsLog
 from soloist.runtime.ledger import StoredStep, read_step_rollouts, read_steps
 from soloist.seams import Clock, Storage, SystemClock
@@ -139,7 +140,22 @@ def _config_of(run: Path, changes: Mapping[str, str]) -> RunConfig:
         raise UserError(f"{path} can't be read ({error}); name the folder of a run that was trained") from error
     # A run may have been moved or copied since.
     place = {"runs_dir": str(run.resolve().parent), "name": run.resolve().name}
-    return build_config(apply_overrides(raw | place, dict(changes)), source=str(path))
+    return build_config(apply_overrides(without_old_method(raw, changes) | place, dict(changes)), source=str(path))
+
+
+def without_old_method(raw: dict[str, Any], changes: Mapping[str, str]) -> dict[str, Any]:
+    """A resolved config says what its methods default to; another method has defaults of its own."""
+    kept = dict(raw)
+    if "loss.policy_loss" in changes:
+        shared = ("kl_coef", "entropy_coef")
+        kept["loss"] = {key: value for key, value in raw.get("loss", {}).items() if key in shared}
+    estimator = ADV_ESTIMATORS.get(changes.get("advantage.adv_estimator", ""))
+    if estimator is not None:
+        read = ("whiten", "overlong_buffer", *estimator.settings)
+        kept["advantage"] = {key: value for key, value in raw.get("advantage", {}).items() if key in read}
+    if estimator is not None and not estimator.critic:
+        kept = {key: value for key, value in kept.items() if key not in ("value", "value_pretraining")}
+    return kept
 
 
 def _new_folder(run: Path) -> Path:
