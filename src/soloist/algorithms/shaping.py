@@ -21,7 +21,8 @@ def overlong_penalty(lengths_R: Tensor, *, limit: int, buffer: int, penalty: flo
         −penalty                   l > L
 
     `lengths_R`, `limit` and `buffer` in tokens. Open: l is all tokens of a rollout, prompt and observations too,
-    as `rollout.max_tokens` counts them; DAPO has one turn. Returns [R] in units of the reward, fp32, to be added to the score.
+    as `rollout.max_tokens` counts them; DAPO has one turn. Returns [R] in units of the reward, fp32, to be added to
+    the score.
     Raises ValueError unless lengths are one-dimensional and not negative, 0 < buffer ≤ limit and penalty ≥ 0.
     """
     check_packed(lengths_R=lengths_R)

@@ -67,7 +67,7 @@ class Calculator:
         await self._sandbox.start()
 
     def train_task(self, index: int) -> Task:
-        """Task `index`: drawn from the seed without end, or in epochs (of the file, too), each in an order of its own."""
+        """Task `index`: drawn from the seed without end, or in epochs (of a file, too), each in its own order."""
         if not self.distinct_tasks:
             return self._drawn("train", index)
         epoch, place = divmod(index, self.distinct_tasks)
