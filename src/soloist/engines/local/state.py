@@ -95,6 +95,14 @@ class SlotState:
         positions = torch.arange(first, end, device=self.device)
         self.uniforms_SP[where, first:end] = keyed_uniforms(self.ids(streams)[:, None], positions)
 
+    def tokens_at(self, slots_R: Tensor, columns_R: Tensor) -> Tensor:
+        """Ids [R] in these columns."""
+        return self.tokens_SP.view(-1).index_select(0, self._flat(slots_R, columns_R))
+
+    def _flat(self, slots_R: Tensor, columns_R: Tensor) -> Tensor:
+        """Places in the tables as one long line, where reading and writing cost half."""
+        return torch.add(columns_R, slots_R, alpha=self.max_length + 1)
+
     def append(self, slots_R: Tensor, logits_RV: Tensor) -> Tensor:
         """Sample, stamp and store one token in each active row of `slots_R`; returns which of them stop with it."""
         active_R = self.active_S[slots_R]
