@@ -161,7 +161,7 @@ class FusedForward:
         return logits_RV[[*range(len(slots_B)), *places]]
 
     def _pack(self, slots_B: Tensor, reach: Reach, stretches: Sequence[Stretch], rows: Sequence[int]) -> _Packed:
-        state, count = self._state, len(slots_B)
+        state, count = self._state, slots_B.shape[0]
         positions_B = state.lengths_S.index_select(0, slots_B).sub_(1)
         ids = [state.tokens_at(slots_B, positions_B)]
         positions = [positions_B]
@@ -192,16 +192,17 @@ class FusedForward:
 
     def _decoded(self, positions_B: Tensor, reach: Reach) -> _Decoded | None:
         """Masks once a step, for all layers."""
-        if not len(positions_B):
+        count = positions_B.shape[0]
+        if not count:
             return None
         if self._cache.count == 1:
-            return _Decoded(len(positions_B), None, self._mask(positions_B, reach.width)[:, None, None])
+            return _Decoded(count, None, self._mask(positions_B, reach.width)[:, None, None])
         size = self._cache.size
         counts = [reach.rows(first) for first in range(0, reach.width, size)]
         if self._room is None or self._room.counts != counts:
             self._room = Room(self._cache, counts, self._heads, self._key_heads)
         self._room.see(positions_B)
-        return _Decoded(len(positions_B), self._room, None)
+        return _Decoded(count, self._room, None)
 
     def _mask(self, positions_Q: Tensor, columns: int) -> Tensor:
         """0 where a token at this position sees the column, the lowest number elsewhere: [Q, K]."""
@@ -248,7 +249,7 @@ class FusedForward:
     def _project(self, layer: _Layer, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
         """Queries, keys and values [T, H + 2G, D] of a layer, the first two normed and rotated."""
         joined_TX = functional.linear(layer.norm(x_TC), layer.qkv, layer.qkv_bias)
-        heads_THD = joined_TX.view(len(x_TC), -1, self._dim)
+        heads_THD = joined_TX.view(x_TC.shape[0], -1, self._dim)
         rotated_THD = heads_THD[:, : self._heads + self._key_heads]
         turned_THD = rotated_THD
         if layer.head_norm is not None:

@@ -71,9 +71,9 @@ class SlotState:
         self._ends_S = self._zeros(slots, torch.int64)
         self._finite_S = self._zeros(slots, torch.bool)
         self._temperatures_S = self._zeros(slots, torch.float32)
-        self._plain = [True] * slots
-        """Temperature 1, so that nothing must be divided; known on the host, as is the next."""
-        self._stopless = [True] * slots
+        self._tempered: set[int] = set()
+        """Slots whose logits must be divided; known on the host, as are the next ones."""
+        self._stopping: set[int] = set()
 
     def _zeros(self, size: int | tuple[int, int], dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, dtype=dtype, device=self.device)
@@ -109,8 +109,8 @@ class SlotState:
         self._temperatures_S[where] = torch.tensor(temperatures, dtype=torch.float32, device=self.device)
         self._finite_S[where] = True
         for slot, request in zip(slots, requests, strict=True):
-            self._plain[slot] = request.sampling.temperature == 1
-            self._stopless[slot] = not request.sampling.stop_token_ids
+            (self._tempered.discard if request.sampling.temperature == 1 else self._tempered.add)(slot)
+            (self._stopping.add if request.sampling.stop_token_ids else self._stopping.discard)(slot)
         self._draw(where, [stream_key(r.sampling.seed, r.key) for r in requests], min(lengths), max(ends))
 
     def _draw(self, where: Tensor, streams: list[int], first: int, end: int) -> None:
@@ -130,7 +130,7 @@ class SlotState:
         """For `append_running`. All of these slots are active."""
         slots_R = self.ids(slots)
         lengths_R = self.lengths_S.index_select(0, slots_R)
-        plain, stopless = (all(known[slot] for slot in slots) for known in (self._plain, self._stopless))
+        plain, stopless = (special.isdisjoint(slots) for special in (self._tempered, self._stopping))
         return Running(
             slots=list(slots),
             slots_R=slots_R,
@@ -147,7 +147,7 @@ class SlotState:
         ids_R, log_probs_R, finite_R = sample(logits_RV, rows.temperatures_R, uniforms_R)
         self.tokens_SP.view(-1).index_copy_(0, rows.places_R, ids_R)
         self.log_probs_SP.view(-1).index_copy_(0, rows.places_R, log_probs_R)
-        self.versions_SP.view(-1).index_copy_(0, rows.places_R, self.version_1.expand(len(ids_R)))
+        self.versions_SP.view(-1).index_copy_(0, rows.places_R, self.version_1.expand(ids_R.shape))
         rows.places_R.add_(1)
         self.lengths_S.index_copy_(0, rows.slots_R, rows.lengths_R.add_(1))
         self._finite_S.index_copy_(0, rows.slots_R, finite_R)
