@@ -29,7 +29,7 @@ from soloist.models.loading import assign_weights
 
 PASS_TOKENS = 1024
 """Prompt tokens of one pass at most: more make no token cheaper, and on CPUs their tensors leave the cache."""
-SORT_STEPS = 16
+SORT_STEPS = 4
 """Steps between two sortings of the rows by length."""
 BAND = 64
 """Columns by which rows must differ for their order to matter."""
@@ -189,20 +189,23 @@ class ModelRunner:
             return self._plan
         lengths = {slot: start + self._step for slot, start in self._starts.items()}
         self._carry_out(self._order.compact(list(lengths)))
-        if due:
-            self._sorted_at = self._step
-            self._sort(lengths)
+        moved = due and self._sort(lengths)
+        if self._plan is not None and not moved:
+            return self._plan
         slots = self._order.slot_at[: len(lengths)]
         reach = Reach.of([lengths[slot] for slot in slots])
         self._plan = _Plan(self._state.running(slots), reach, self._step)
         return self._plan
 
-    def _sort(self, lengths: Mapping[int, int]) -> None:
-        """Longest rows first, when they are so mixed up that it pays."""
+    def _sort(self, lengths: Mapping[int, int]) -> bool:
+        """Longest rows first, when they are so mixed up that it pays. Returns whether it did."""
+        self._sorted_at = self._step
         bands = {slot: -(-length // BAND) for slot, length in lengths.items()}
         in_order = Reach.of([bands[slot] for slot in self._order.slot_at[: len(bands)]])
-        if -sum(in_order.longest) > (1 + WASTE) * sum(bands.values()):
+        pays = -sum(in_order.longest) > (1 + WASTE) * sum(bands.values())
+        if pays:
             self._carry_out(self._order.sort(bands))
+        return pays
 
     def _carry_out(self, swaps: Sequence[Swap]) -> None:
         for swap in swaps:
