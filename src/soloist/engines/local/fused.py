@@ -163,12 +163,14 @@ class FusedForward:
     def _pack(self, slots_B: Tensor, reach: Reach, stretches: Sequence[Stretch], rows: Sequence[int]) -> _Packed:
         state, count = self._state, slots_B.shape[0]
         positions_B = state.lengths_S.index_select(0, slots_B).sub_(1)
-        ids = [state.tokens_at(slots_B, positions_B)]
-        positions = [positions_B]
         writes = [positions_B]
         if self._cache.count == 1:
-            # Rows that don't run compute something that nobody reads; it must not land where somebody will.
+            # Recorded graphs compute rows that don't run, too: an empty one must not look before its beginning, and
+            # what they compute must not land where somebody reads.
+            positions_B.clamp_(min=0)
             writes = [torch.where(state.active_S[slots_B], positions_B, state.max_length)]
+        ids = [state.tokens_at(slots_B, positions_B)]
+        positions = [positions_B]
         owners = [self._rows_S[:count]]
         last, token = [], count
         for stretch, row in zip(stretches, rows, strict=True):
