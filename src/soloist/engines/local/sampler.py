@@ -58,7 +58,7 @@ def keyed_uniforms(streams_R: Tensor, positions_R: Tensor) -> Tensor:
 def sample(logits_RV: Tensor, temperatures_R: Tensor | None, uniforms_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Token = F⁻¹(u), F the cumulative softmax(z / T), one a row; T = 0 takes the most likely token.
 
-    Temperatures None are all 1, which spares a third of the work on few rows. Returns ids int64 [R], log-probabilities
+    Temperatures None are all 1, which spares calls. Returns ids int64 [R], log-probabilities
     fp32 [R] and whether the row's logits were finite, bool [R]. A greedy row (T = 0) records its log-probability at
     T = 1. Rows with non-finite logits return meaningless ids within V: the caller must refuse them.
     """

@@ -142,7 +142,7 @@ class SlotState:
         )
 
     def append_running(self, rows: Running, logits_RV: Tensor) -> Tensor:
-        """As `append`, for rows that all run: a third of the calls, which is what few rows cost."""
+        """As `append`, for rows that all run: fewer calls, which are what few rows cost."""
         uniforms_R = self.uniforms_SP.view(-1).index_select(0, rows.places_R)
         ids_R, log_probs_R, finite_R = sample(logits_RV, rows.temperatures_R, uniforms_R)
         self.tokens_SP.view(-1).index_copy_(0, rows.places_R, ids_R)
