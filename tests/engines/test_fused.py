@@ -21,7 +21,10 @@ from transformers import (
 from soloist.engines.local import agreement, blocks, experts
 from soloist.engines.local.batch import ContinuousBatch
 from soloist.engines.local.model_runner import ModelRunner
+from soloist.engines.local.own_forward import Stretch
+from soloist.engines.local.rows import Reach
 from soloist.engines.local.sampler import keyed_uniforms, sample, stream_key
+from soloist.engines.local.state import SlotState
 from soloist.models.loading import parameter_table, save_weights
 from soloist.types import Completion, GenerateRequest, Sampling, WeightsRef
 
@@ -318,3 +321,29 @@ def test_any_workload_equals_a_loop_over_plain_forward_passes(chance: random.Ran
         assert count == len(tokens) or completion.finish_reason == "abort"
         assert completion.token_ids == tokens[:count]
         assert completion.log_probs == pytest.approx(log_probs[:count], abs=ROUNDING)
+
+
+def test_rows_that_do_not_run_are_computed_without_harm_where_each_row_is_one_piece(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As recorded graphs decode: all slots, of which some are empty and some have stopped."""
+    monkeypatch.setattr(blocks, "BLOCK", 4 * MAX_LENGTH)
+    model = build(CONFIGS["qwen3"])
+    tokens = torch.randint(0, VOCAB, (9,), generator=torch.Generator().manual_seed(0))
+    alone = model(input_ids=tokens[None]).logits[0, -1].detach()
+    state = SlotState(SLOTS, MAX_LENGTH, torch.device("cpu"))
+    forward = agreement.fused_forward(model, state, VOCAB)
+    assert forward is not None
+    state.tokens_SP[2, :9] = state.tokens_SP[4, :9] = tokens
+    with torch.inference_mode():
+        for slot in (2, 4):
+            forward.advance(state.ids([]), Reach([]), [Stretch(slot, 0, 8)], [slot])
+        state.lengths_S[2] = state.lengths_S[4] = 9
+        state.active_S[2] = True
+        kept = forward._cache.data.clone()
+        logits = forward.decode(torch.arange(SLOTS), Reach.of([MAX_LENGTH] * SLOTS))
+    torch.testing.assert_close(logits[2], alone, rtol=0, atol=ROUNDING)
+    changed = (forward._cache.data != kept).any(-1).any(1).any(1).any(0).any(1)
+    assert changed[2].nonzero().flatten().tolist() == [8]
+    # Of all others only the scratch column.
+    assert not changed[[0, 1, 3, 4, 5], :MAX_LENGTH].any()

@@ -105,3 +105,13 @@ def test_non_finite_logits_are_reported_and_spoil_no_other_row(bad: float) -> No
     assert finite.tolist() == [True, False]
     assert (ids[0], log_probs[0]) == (alone[0][0], alone[1][0])
     assert 0 <= int(ids[1]) < 3
+
+
+def test_temperature_one_left_out_gives_the_same_bits() -> None:
+    logits = torch.randn(40, 60, generator=torch.Generator().manual_seed(0))
+    logits[3, 5], logits[7, 9] = math.nan, -math.inf
+    u = torch.rand(40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    told, left_out = sample(logits, torch.ones(40), u), sample(logits, None, u)
+    assert all(torch.equal(a, b) for a, b in zip(told[::2], left_out[::2], strict=True))
+    torch.testing.assert_close(told[1], left_out[1], rtol=0, atol=0, equal_nan=True)
+    assert told[2].sum() == 38

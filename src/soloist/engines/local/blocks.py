@@ -10,11 +10,16 @@ Not covered: which rows are read (`rows.Reach`).
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 BLOCK = 64
 """Columns of a block on CPUs: fewer cost more calls, more are read in vain at the ends of rows (docs/log.md)."""
+
+VIEWS = 512
+"""Slices of blocks that are kept ready: making one costs as much as a product of few rows."""
 
 
 class BlockCache:
@@ -32,16 +37,28 @@ class BlockCache:
             [(keys.flatten(0, 1).transpose(1, 2), values.flatten(0, 1)) for keys, values in layer]
             for layer in self.data
         ]
-        # [layers, blocks, columns, rows, 2, heads, dim]: where a token goes is three indices side by side.
-        self._writable = self.data.permute(0, 1, 5, 3, 2, 4, 6)
+        self.leading = lru_cache(maxsize=VIEWS)(self._leading)
+        # Each layer as lines of one head and column: a token is 2 · heads of them, at these distances.
+        self._lines = [layer.view(-1, dim) for layer in self.data]
+        self._row_lines = heads * self.size
+        self._block_lines = 2 * rows * self._row_lines
+        keys_values = torch.arange(2, device=like.device)[:, None] * rows * self._row_lines
+        self._offsets = (keys_values + torch.arange(heads, device=like.device) * self.size).flatten()
 
-    def places(self, rows_T: Tensor, columns_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Where tokens of these rows and columns go, for `write`."""
-        return columns_T.div(self.size, rounding_mode="floor"), columns_T.remainder(self.size), rows_T
+    def _leading(self, block: int, count: int) -> list[tuple[Tensor, Tensor]]:
+        """Of each layer the first `count` rows · heads of a block: keys, transposed, and values."""
+        return [(layer[block][0][:count], layer[block][1][:count]) for layer in self.products]
 
-    def write(self, layer: int, places: tuple[Tensor, Tensor, Tensor], stored: Tensor) -> None:
-        """Store keys and values [T, 2, heads, dim]."""
-        self._writable[layer][places] = stored
+    def places(self, rows_T: Tensor, columns_T: Tensor) -> Tensor:
+        """Where tokens of these rows and columns go, for `write`: [T · 2 · heads]."""
+        # Columns count one by one within a block, and by whole blocks beyond.
+        first_T = columns_T.div(self.size, rounding_mode="floor").mul_(self._block_lines - self.size).add_(columns_T)
+        first_T.add_(rows_T, alpha=self._row_lines)
+        return (first_T[:, None] + self._offsets).flatten()
+
+    def write(self, layer: int, places: Tensor, stored: Tensor) -> None:
+        """Store keys and values [T, 2 · heads, dim], keys first."""
+        self._lines[layer].index_copy_(0, places, stored.flatten(0, 1))
 
     def rows(self, layer: int, first: int, end: int, columns: int) -> Tensor:
         """Keys and values of neighbouring rows, [2, rows, heads, columns, dim]. A copy where there are blocks."""

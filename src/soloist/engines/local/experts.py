@@ -20,7 +20,7 @@ ALL_EXPERTS_WORK = 64 * 288
 """Up to tokens × experts × inner size, computing every expert costs less than sorting tokens (docs/log.md)."""
 
 Mlp = Callable[[Tensor, Tensor], Tensor]
-"""(residual [T, C], input [T, C]) → residual + mlp(input)."""
+"""(residual [T, C], input [T, C]) → residual + mlp(input), in the memory of the residual where that is cheaper."""
 
 
 def joined(modules: list[Any]) -> tuple[Tensor, Tensor | None]:
@@ -51,8 +51,8 @@ class DenseMlp:
         """See `Mlp`."""
         hidden_TI = gated(functional.linear(x_TC, self._gate_up, self._bias))
         if self._down_bias is not None:
-            residual_TC = residual_TC + self._down_bias
-        return torch.addmm(residual_TC, hidden_TI, self._down)
+            residual_TC += self._down_bias
+        return residual_TC.addmm_(hidden_TI, self._down)
 
 
 class MoeMlp:
@@ -85,7 +85,7 @@ class MoeMlp:
         weights_TE = weights_TK.new_zeros((len(x_TC), self._count)).scatter_(1, experts_TK, weights_TK)
         joined_TX = functional.linear(x_TC, self._gate_up.flatten(0, 1))
         hidden_TEI = gated(joined_TX.view(len(x_TC), self._count, -1)).mul_(weights_TE[:, :, None])
-        return torch.addmm(residual_TC, hidden_TEI.flatten(1), self._down.permute(1, 0, 2).flatten(1).t())
+        return residual_TC.addmm_(hidden_TEI.flatten(1), self._down.permute(1, 0, 2).flatten(1).t())
 
     def _grouped(self, residual_TC: Tensor, x_TC: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         """Tokens sorted by expert, so that each expert is two products over its own tokens."""

@@ -14,7 +14,6 @@ key/value heads, D head size, K columns seen, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,10 +25,10 @@ from torch.nn import functional
 from soloist.engines.local.blocks import BlockCache
 from soloist.engines.local.experts import DenseMlp, Mlp, MoeMlp, joined
 from soloist.engines.local.own_forward import Stretch
+from soloist.engines.local.products import Room
 from soloist.engines.local.rows import Reach
 from soloist.engines.local.state import SlotState
 
-LOG2_E = math.log2(math.e)
 FAMILIES = ("qwen3", "qwen3_moe", "llama", "qwen2", "mistral")
 ROTARY = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose angles depend on the position alone."""
@@ -49,30 +48,12 @@ def known(model: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class _Room:
-    """Memory for decoding rows by matrix products, and views of it and of the cache: made once for many steps."""
-
-    counts: list[int]
-    """Rows · G that have reached each block."""
-    mask: Tensor
-    """Additive, 0 for columns that a row sees: [blocks, B · G, 1, columns]."""
-    scores: Tensor
-    """[blocks, B · G, H ÷ G, columns]; where no product writes, it stays masked."""
-    weights: Tensor
-    """Exponentials of the scores."""
-    parts: list[tuple[int, Tensor, Tensor, Tensor]]
-    """Of each block: its count, and so many of mask, scores and weights."""
-    cached: list[list[tuple[Tensor, Tensor]]]
-    """Of each layer and block: so many keys, transposed, and values."""
-
-
-@dataclass(frozen=True)
 class _Decoded:
-    """The decoded rows of one pass: what all layers share. Either a room, or a mask [B, 1, 1, K] for sdpa."""
+    """The decoded rows of one pass: what all layers share. A room, or else a mask [B, 1, 1, K] for sdpa."""
 
     count: int
-    room: _Room | None
-    mask: Tensor
+    room: Room | None
+    mask: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -94,7 +75,7 @@ class _Packed:
 
     ids_T: Tensor
     positions_T: Tensor
-    places: tuple[Tensor, Tensor, Tensor]
+    places: Tensor
     """Where keys and values go."""
     decoded: _Decoded | None
     prompts: list[_Prompts]
@@ -151,7 +132,7 @@ class FusedForward:
         )
         self.swap, self.clear = self._cache.swap, self._cache.clear
         self._positions_P = torch.arange(state.max_length + 1, device=state.device)
-        self._room: _Room | None = None
+        self._room: Room | None = None
         self._columns_P = torch.arange(self._cache.count * self._cache.size, device=state.device)
         self._rows_S = torch.arange(state.slots, device=state.device)
         self._cos_PD, self._sin_PD = rotary_tables(model, self._positions_P)
@@ -180,13 +161,16 @@ class FusedForward:
         return logits_RV[[*range(len(slots_B)), *places]]
 
     def _pack(self, slots_B: Tensor, reach: Reach, stretches: Sequence[Stretch], rows: Sequence[int]) -> _Packed:
-        state, count = self._state, len(slots_B)
-        positions_B = state.lengths_S[slots_B] - 1
-        active_B = state.active_S[slots_B]
-        ids = [state.tokens_SP[slots_B, positions_B]]
+        state, count = self._state, slots_B.shape[0]
+        positions_B = state.lengths_S.index_select(0, slots_B).sub_(1)
+        writes = [positions_B]
+        if self._cache.count == 1:
+            # Recorded graphs compute rows that don't run, too: an empty one must not look before its beginning, and
+            # what they compute must not land where somebody reads.
+            positions_B.clamp_(min=0)
+            writes = [torch.where(state.active_S[slots_B], positions_B, state.max_length)]
+        ids = [state.tokens_at(slots_B, positions_B)]
         positions = [positions_B]
-        # Rows that don't run compute something that nobody reads; it must not land where somebody will.
-        writes = [torch.where(active_B, positions_B, state.max_length)]
         owners = [self._rows_S[:count]]
         last, token = [], count
         for stretch, row in zip(stretches, rows, strict=True):
@@ -210,31 +194,17 @@ class FusedForward:
 
     def _decoded(self, positions_B: Tensor, reach: Reach) -> _Decoded | None:
         """Masks once a step, for all layers."""
-        if not len(positions_B):
+        count = positions_B.shape[0]
+        if not count:
             return None
-        size = self._cache.size
-        blocks = -(-reach.width // size)
         if self._cache.count == 1:
-            return _Decoded(len(positions_B), None, self._mask(positions_B, reach.width)[:, None, None])
-        mask_BK = self._mask(positions_B, blocks * size)
-        counts = [reach.rows(block * size) * self._key_heads for block in range(blocks)]
+            return _Decoded(count, None, self._mask(positions_B, reach.width)[:, None, None])
+        size = self._cache.size
+        counts = [reach.rows(first) for first in range(0, reach.width, size)]
         if self._room is None or self._room.counts != counts:
-            self._room = self._make_room(counts)
-        # Block by block, as products into a part of each line would take a path ten times slower.
-        mask = mask_BK.unflatten(1, (blocks, size)).transpose(0, 1)[:, :, None]
-        self._room.mask.unflatten(1, (-1, self._key_heads)).copy_(mask[:, :, None])
-        return _Decoded(len(positions_B), self._room, mask_BK)
-
-    def _make_room(self, counts: list[int]) -> _Room:
-        size = (len(counts), counts[0], self._heads // self._key_heads, self._cache.size)
-        scores = self._cache.data.new_full(size, self._lowest)
-        mask, weights = scores[:, :, :1].clone(), torch.empty_like(scores)
-        parts = [(n, mask[block, :n], scores[block, :n], weights[block, :n]) for block, n in enumerate(counts)]
-        cached = [
-            [(keys[:n], values[:n]) for n, (keys, values) in zip(counts, layer, strict=False)]
-            for layer in self._cache.products
-        ]
-        return _Room(counts, mask, scores, weights, parts, cached)
+            self._room = Room(self._cache, counts, self._heads, self._key_heads)
+        self._room.see(positions_B)
+        return _Decoded(count, self._room, None)
 
     def _mask(self, positions_Q: Tensor, columns: int) -> Tensor:
         """0 where a token at this position sees the column, the lowest number elsewhere: [Q, K]."""
@@ -260,16 +230,18 @@ class FusedForward:
 
     def _run(self, packed: _Packed) -> Tensor:
         """Logits [R, V]."""
-        cos_T1D, sin_T1D = (table[packed.positions_T, None] for table in (self._cos_PD, self._sin_PD))
+        cos_T1D, sin_T1D = (
+            table.index_select(0, packed.positions_T)[:, None] for table in (self._cos_PD, self._sin_PD)
+        )
         x_TC = functional.embedding(packed.ids_T, self._embedding.weight)
         for index, layer in enumerate(self._layers):
             heads_THD = self._project(layer, x_TC, cos_T1D, sin_T1D)
-            stored = heads_THD[:, self._heads :].unflatten(1, (2, self._key_heads))
-            self._cache.write(index, packed.places, stored)
+            self._cache.write(index, packed.places, heads_THD[:, self._heads :])
             seen_TC = self._attend(layer, index, heads_THD, packed)
             if layer.output_bias is not None:
-                x_TC = x_TC + layer.output_bias
-            x_TC = torch.addmm(x_TC, seen_TC, layer.output)
+                x_TC += layer.output_bias
+            # In place: the stream is this pass's own.
+            x_TC.addmm_(seen_TC, layer.output)
             x_TC = layer.mlp(x_TC, layer.mlp_norm(x_TC))
         if packed.last_R is not None:
             x_TC = x_TC[packed.last_R]
@@ -279,7 +251,7 @@ class FusedForward:
     def _project(self, layer: _Layer, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
         """Queries, keys and values [T, H + 2G, D] of a layer, the first two normed and rotated."""
         joined_TX = functional.linear(layer.norm(x_TC), layer.qkv, layer.qkv_bias)
-        heads_THD = joined_TX.view(len(x_TC), -1, self._dim)
+        heads_THD = joined_TX.view(x_TC.shape[0], -1, self._dim)
         rotated_THD = heads_THD[:, : self._heads + self._key_heads]
         turned_THD = rotated_THD
         if layer.head_norm is not None:
@@ -292,13 +264,14 @@ class FusedForward:
     def _attend(self, layer: _Layer, index: int, heads_THD: Tensor, packed: _Packed) -> Tensor:
         """Attention [T, H · D]: decoded rows first, then prompts."""
         queries_THD = heads_THD[:, : self._heads]
-        seen_THD = torch.empty(queries_THD.shape, dtype=queries_THD.dtype, device=queries_THD.device)
+        decoded_BHD = None
         if packed.decoded is not None:
-            count = packed.decoded.count
-            if packed.decoded.room is not None:
-                self._decode_by_products(layer, index, queries_THD[:count], packed.decoded.room, seen_THD[:count])
-            else:
-                self._decode_by_kernel(layer, index, queries_THD[:count], packed.decoded.mask, seen_THD[:count])
+            decoded_BHD = self._attend_decoded(layer, index, queries_THD[: packed.decoded.count], packed.decoded)
+            if not packed.prompts:
+                return decoded_BHD.flatten(1)
+        seen_THD = torch.empty(queries_THD.shape, dtype=queries_THD.dtype, device=queries_THD.device)
+        if decoded_BHD is not None:
+            seen_THD[: len(decoded_BHD)] = decoded_BHD
         for prompt in packed.prompts:
             length = prompt.end - prompt.start
             part = slice(prompt.token, prompt.token + prompt.rows * length)
@@ -318,33 +291,21 @@ class FusedForward:
             seen_THD[part] = result.transpose(1, 2).flatten(0, 1)
         return seen_THD.flatten(1)
 
-    def _decode_by_products(self, layer: _Layer, index: int, queries_BHD: Tensor, room: _Room, out_BHD: Tensor) -> None:
-        """softmax(q·k·scale + mask)·v, one query a row: each block is read once, by the rows that have reached it."""
-        queries = queries_BHD.unflatten(1, (self._key_heads, -1)).flatten(0, 1)
-        out = out_BHD.unflatten(1, (self._key_heads, -1)).flatten(0, 1)
-        cached = room.cached[index]
-        # In base 2, as the usual exponential of masked scores takes a path seven times slower.
-        scale = layer.scaling * LOG2_E
-        for (count, mask, scores, _), (keys, _) in zip(room.parts, cached, strict=True):
-            torch.baddbmm(mask, queries[:count], keys, alpha=scale, out=scores)
-        # The softmax goes over blocks and columns; its denominator is cheaper on the outputs.
-        weights = torch.sub(room.scores, room.scores.amax((0, 3), keepdim=True), out=room.weights).exp2_()
-        torch.bmm(weights[0], cached[0][1], out=out)
-        for (count, _, _, part), (_, values) in zip(room.parts[1:], cached[1:], strict=True):
-            out[:count].baddbmm_(part, values)
-        out.div_(weights.sum((0, 3))[..., None])
-
-    def _decode_by_kernel(self, layer: _Layer, index: int, queries_BHD: Tensor, mask: Tensor, out_BHD: Tensor) -> None:
-        keys, values = self._cache.rows(index, 0, len(queries_BHD), mask.shape[-1])
+    def _attend_decoded(self, layer: _Layer, index: int, queries_BHD: Tensor, decoded: _Decoded) -> Tensor:
+        """Attention [B, H, D] of one query a row."""
+        if decoded.room is not None:
+            return decoded.room.attend(index, queries_BHD, layer.scaling)
+        assert decoded.mask is not None
+        keys, values = self._cache.rows(index, 0, decoded.count, decoded.mask.shape[-1])
         result = functional.scaled_dot_product_attention(
             queries_BHD[:, :, None],
             keys,
             values,
-            attn_mask=mask,
+            attn_mask=decoded.mask,
             scale=layer.scaling,
             enable_gqa=self._heads != self._key_heads,
         )
-        out_BHD.copy_(result[:, :, 0])
+        return result[:, :, 0]
 
 
 class Norm:

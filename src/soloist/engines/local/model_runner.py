@@ -24,12 +24,12 @@ from soloist.engines.local.graphs import DecodeGraphs
 from soloist.engines.local.own_forward import Forward, OwnForward, Stretch
 from soloist.engines.local.rows import Reach, RowOrder, Swap
 from soloist.engines.local.scheduler import Seat
-from soloist.engines.local.state import Ended, SlotState
+from soloist.engines.local.state import Ended, Running, SlotState
 from soloist.models.loading import assign_weights
 
 PASS_TOKENS = 1024
 """Prompt tokens of one pass at most: more make no token cheaper, and on CPUs their tensors leave the cache."""
-SORT_STEPS = 16
+SORT_STEPS = 4
 """Steps between two sortings of the rows by length."""
 BAND = 64
 """Columns by which rows must differ for their order to matter."""
@@ -44,8 +44,7 @@ NOTHING = Reach([])
 class _Plan:
     """Rows 0 … B−1, valid while the same slots run."""
 
-    slots: list[int]
-    slots_B: Tensor
+    rows: Running
     reach: Reach
     step: int
     """The step for which `reach` holds; all rows grow by one a step."""
@@ -137,21 +136,26 @@ class ModelRunner:
 
     def _together(self, plan: _Plan, stretches: Sequence[Stretch], ready: Sequence[int]) -> list[int]:
         """One pass for running rows and prompts."""
-        reach = plan.reach_at(self._step)
+        reach, running = plan.reach_at(self._step), plan.rows
         if not stretches:
-            return self._sample(plan.slots, plan.slots_B, self._forward.decode(plan.slots_B, reach))
+            return self._append(running, self._forward.decode(running.slots_R, reach))
         rows = [self._order.row_of[stretch.slot] for stretch in stretches]
-        logits_RV = self._forward.advance(plan.slots_B, reach, stretches, rows)
+        logits_RV = self._forward.advance(running.slots_R, reach, stretches, rows)
+        count = len(running.slots)
         if len(ready) < len(stretches):
             # A prompt that goes on next step predicts nothing yet.
-            whole = [len(plan.slots) + i for i, stretch in enumerate(stretches) if stretch.slot in ready]
-            logits_RV = logits_RV[[*range(len(plan.slots)), *whole]]
-        slots = [*plan.slots, *(stretch.slot for stretch in stretches if stretch.slot in ready)]
+            whole = [count + i for i, stretch in enumerate(stretches) if stretch.slot in ready]
+            logits_RV = logits_RV[[*range(count), *whole]]
+        slots = [*running.slots, *(stretch.slot for stretch in stretches if stretch.slot in ready)]
         if not slots:
             return []
-        slots_R = self._state.ids(slots)
-        self._state.active_S[slots_R] = True
-        return self._sample(slots, slots_R, logits_RV)
+        if len(slots) > count:
+            running = self._state.running(slots)
+            self._state.active_S.index_fill_(0, running.slots_R, True)
+        return self._append(running, logits_RV)
+
+    def _append(self, rows: Running, logits_RV: Tensor) -> list[int]:
+        return _chosen(rows.slots, self._state.append_running(rows, logits_RV))
 
     def _apart(self, plan: _Plan, stretches: Sequence[Stretch], ready: Sequence[int]) -> list[int]:
         """Running rows and each prompt in passes of their own, so that the shapes of one say nothing about others."""
@@ -160,8 +164,9 @@ class ModelRunner:
             slots = self._order.slot_at
             stopped += _chosen(slots, self._graphs.decode(slots, max(self._length(slot) for slot in self._starts)))
         elif self._starts:
-            stopped += self._sample(plan.slots, plan.slots_B, self._forward.decode(plan.slots_B, plan.reach))
-        nobody = plan.slots_B[:0]
+            slots_B = plan.rows.slots_R
+            stopped += self._sample(plan.rows.slots, slots_B, self._forward.decode(slots_B, plan.reach))
+        nobody = self._state.ids([])
         for stretch in stretches:
             logits_1V = self._forward.advance(nobody, NOTHING, [stretch], [self._order.row_of[stretch.slot]])
             if stretch.slot in ready:
@@ -180,24 +185,27 @@ class ModelRunner:
             return self._plan
         if self.fixed_shapes:
             reach = Reach.of([self.max_length] * self.slots)
-            self._plan = _Plan(list(range(self.slots)), self._state.ids(range(self.slots)), reach, self._step)
+            self._plan = _Plan(self._state.running(range(self.slots)), reach, self._step)
             return self._plan
-        lengths = {slot: self._length(slot) for slot in self._starts}
+        lengths = {slot: start + self._step for slot, start in self._starts.items()}
         self._carry_out(self._order.compact(list(lengths)))
-        if due:
-            self._sorted_at = self._step
-            self._sort(lengths)
+        moved = due and self._sort(lengths)
+        if self._plan is not None and not moved:
+            return self._plan
         slots = self._order.slot_at[: len(lengths)]
         reach = Reach.of([lengths[slot] for slot in slots])
-        self._plan = _Plan(slots, self._state.ids(slots), reach, self._step)
+        self._plan = _Plan(self._state.running(slots), reach, self._step)
         return self._plan
 
-    def _sort(self, lengths: Mapping[int, int]) -> None:
-        """Longest rows first, when they are so mixed up that it pays."""
+    def _sort(self, lengths: Mapping[int, int]) -> bool:
+        """Longest rows first, when they are so mixed up that it pays. Returns whether it did."""
+        self._sorted_at = self._step
         bands = {slot: -(-length // BAND) for slot, length in lengths.items()}
         in_order = Reach.of([bands[slot] for slot in self._order.slot_at[: len(bands)]])
-        if -sum(in_order.longest) > (1 + WASTE) * sum(bands.values()):
+        pays = -sum(in_order.longest) > (1 + WASTE) * sum(bands.values())
+        if pays:
             self._carry_out(self._order.sort(bands))
+        return pays
 
     def _carry_out(self, swaps: Sequence[Swap]) -> None:
         for swap in swaps:

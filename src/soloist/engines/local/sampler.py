@@ -55,24 +55,34 @@ def keyed_uniforms(streams_R: Tensor, positions_R: Tensor) -> Tensor:
     return _shifted_right(x, 12).double() * 2.0**-52
 
 
-def sample(logits_RV: Tensor, temperatures_R: Tensor, uniforms_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def sample(logits_RV: Tensor, temperatures_R: Tensor | None, uniforms_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Token = F⁻¹(u), F the cumulative softmax(z / T), one a row; T = 0 takes the most likely token.
 
-    Returns ids int64 [R], log-probabilities fp32 [R] and whether the row's logits were finite, bool [R]. A greedy row
-    (T = 0) records its log-probability at T = 1. Rows with non-finite logits return meaningless ids within V: the
-    caller must refuse them.
+    Temperatures None are all 1, which spares calls. Returns ids int64 [R], log-probabilities
+    fp32 [R] and whether the row's logits were finite, bool [R]. A greedy row (T = 0) records its log-probability at
+    T = 1. Rows with non-finite logits return meaningless ids within V: the caller must refuse them.
     """
     logits_RV = logits_RV.float()
-    # NaN and ±inf survive a sum, so one pass tells whether all V values are finite.
-    finite_R = logits_RV.sum(-1).isfinite()
-    greedy_R = temperatures_R == 0
-    # Divided by 1 rather than 0, which would turn the whole row into NaN.
-    scale_R = torch.where(greedy_R, 1.0, temperatures_R)
-    log_probs_RV = torch.log_softmax(logits_RV / scale_R[:, None], dim=-1)
+    # NaN and ±inf survive a sum, so one pass tells whether all V values are finite; then it minus itself is 0.
+    sums_R = logits_RV.sum(-1)
+    finite_R = (sums_R - sums_R) == 0
+    if temperatures_R is None:
+        log_probs_RV = torch.log_softmax(logits_RV, dim=-1)
+        ids_R = _drawn(log_probs_RV, uniforms_R)
+    else:
+        greedy_R = temperatures_R == 0
+        # Divided by 1 rather than 0, which would turn the whole row into NaN.
+        scale_R = torch.where(greedy_R, 1.0, temperatures_R)
+        log_probs_RV = torch.log_softmax(logits_RV / scale_R[:, None], dim=-1)
+        ids_R = torch.where(greedy_R, log_probs_RV.argmax(-1), _drawn(log_probs_RV, uniforms_R))
+    ids_R = ids_R.clamp_(max=logits_RV.shape[-1] - 1)
+    return ids_R, log_probs_RV.gather(-1, ids_R[:, None])[:, 0], finite_R
+
+
+def _drawn(log_probs_RV: Tensor, uniforms_R: Tensor) -> Tensor:
+    """F⁻¹(u) of each row; V where rounding leaves nothing."""
     # float64, as a sum over 10⁵ tokens in fp32 would lose the unlikely ones. Not normalised: u is scaled instead.
     cumulative_RV = log_probs_RV.double().exp_().cumsum_(-1)
     targets_R = uniforms_R * cumulative_RV[:, -1]
     # right=True skips entries equal to the target, that is tokens of probability 0.
-    drawn_R = torch.searchsorted(cumulative_RV, targets_R[:, None], right=True)[:, 0]
-    ids_R = torch.where(greedy_R, log_probs_RV.argmax(-1), drawn_R).clamp_(max=logits_RV.shape[-1] - 1)
-    return ids_R, log_probs_RV.gather(-1, ids_R[:, None])[:, 0], finite_R
+    return torch.searchsorted(cumulative_RV, targets_R[:, None], right=True)[:, 0]

@@ -33,6 +33,23 @@ class Ended:
     """False when the logits of the last token were not; its numbers mean nothing then."""
 
 
+@dataclass(frozen=True)
+class Running:
+    """Slots that sample, and what a step needs of their tables; valid while these slots run and nobody joins them."""
+
+    slots: list[int]
+    slots_R: Tensor
+    lengths_R: Tensor
+    """Advances with each token, as do the places."""
+    places_R: Tensor
+    """Of the next token, in the tables as one long line."""
+    ends_R: Tensor
+    temperatures_R: Tensor | None
+    """None when all are 1."""
+    stops_RN: Tensor | None
+    """None when nobody has stop tokens."""
+
+
 class SlotState:
     """The tables of all slots on one device."""
 
@@ -54,6 +71,9 @@ class SlotState:
         self._ends_S = self._zeros(slots, torch.int64)
         self._finite_S = self._zeros(slots, torch.bool)
         self._temperatures_S = self._zeros(slots, torch.float32)
+        self._tempered: set[int] = set()
+        """Slots whose logits must be divided; known on the host, as are the next ones."""
+        self._stopping: set[int] = set()
 
     def _zeros(self, size: int | tuple[int, int], dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, dtype=dtype, device=self.device)
@@ -88,12 +108,53 @@ class SlotState:
         temperatures = [r.sampling.temperature for r in requests]
         self._temperatures_S[where] = torch.tensor(temperatures, dtype=torch.float32, device=self.device)
         self._finite_S[where] = True
+        for slot, request in zip(slots, requests, strict=True):
+            (self._tempered.discard if request.sampling.temperature == 1 else self._tempered.add)(slot)
+            (self._stopping.add if request.sampling.stop_token_ids else self._stopping.discard)(slot)
         self._draw(where, [stream_key(r.sampling.seed, r.key) for r in requests], min(lengths), max(ends))
 
     def _draw(self, where: Tensor, streams: list[int], first: int, end: int) -> None:
         """The random numbers of all positions that these requests may sample, in one go."""
         positions = torch.arange(first, end, device=self.device)
         self.uniforms_SP[where, first:end] = keyed_uniforms(self.ids(streams)[:, None], positions)
+
+    def tokens_at(self, slots_R: Tensor, columns_R: Tensor) -> Tensor:
+        """Ids [R] in these columns."""
+        return self.tokens_SP.view(-1).index_select(0, self._flat(slots_R, columns_R))
+
+    def _flat(self, slots_R: Tensor, columns_R: Tensor) -> Tensor:
+        """Places in the tables as one long line, where reading and writing cost half."""
+        return torch.add(columns_R, slots_R, alpha=self.max_length + 1)
+
+    def running(self, slots: Sequence[int]) -> Running:
+        """For `append_running`. All of these slots are active."""
+        slots_R = self.ids(slots)
+        lengths_R = self.lengths_S.index_select(0, slots_R)
+        plain, stopless = (special.isdisjoint(slots) for special in (self._tempered, self._stopping))
+        return Running(
+            slots=list(slots),
+            slots_R=slots_R,
+            lengths_R=lengths_R,
+            places_R=self._flat(slots_R, lengths_R),
+            ends_R=self._ends_S.index_select(0, slots_R),
+            temperatures_R=None if plain else self._temperatures_S.index_select(0, slots_R),
+            stops_RN=None if stopless else self.stops_SN.index_select(0, slots_R),
+        )
+
+    def append_running(self, rows: Running, logits_RV: Tensor) -> Tensor:
+        """As `append`, for rows that all run: fewer calls, which are what few rows cost."""
+        uniforms_R = self.uniforms_SP.view(-1).index_select(0, rows.places_R)
+        ids_R, log_probs_R, finite_R = sample(logits_RV, rows.temperatures_R, uniforms_R)
+        self.tokens_SP.view(-1).index_copy_(0, rows.places_R, ids_R)
+        self.log_probs_SP.view(-1).index_copy_(0, rows.places_R, log_probs_R)
+        self.versions_SP.view(-1).index_copy_(0, rows.places_R, self.version_1.expand(ids_R.shape))
+        rows.places_R.add_(1)
+        self.lengths_S.index_copy_(0, rows.slots_R, rows.lengths_R.add_(1))
+        self._finite_S.index_copy_(0, rows.slots_R, finite_R)
+        goes_on_R = (rows.lengths_R < rows.ends_R).logical_and_(finite_R)
+        if rows.stops_RN is not None:
+            goes_on_R &= (ids_R[:, None] != rows.stops_RN).all(-1)
+        return goes_on_R.logical_not_()
 
     def append(self, slots_R: Tensor, logits_RV: Tensor) -> Tensor:
         """Sample, stamp and store one token in each active row of `slots_R`; returns which of them stop with it."""
