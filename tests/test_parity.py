@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from soloist.training import learner
+from soloist.training import objective
 
 PATH = Path(__file__).parents[1] / "benchmarks" / "parity.py"
 
@@ -42,13 +42,13 @@ def test_log_probs_ratios_and_gradients_agree_with_float64(parity: Any, family: 
 
 
 def test_an_error_of_a_thousandth_in_the_learner_is_seen(parity: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    true_log_probs = learner.action_log_probs
+    true_log_probs = objective.action_log_probs
 
     def scaled(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         log_probs, entropy = true_log_probs(*arguments, **options)
         return log_probs * 1.001, entropy
 
-    monkeypatch.setattr(learner, "action_log_probs", scaled)
+    monkeypatch.setattr(objective, "action_log_probs", scaled)
     found = parity.measure("qwen3", 1.0, count=3)
 
     assert found["ratio"] > 1e-4
