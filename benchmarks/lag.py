@@ -1,6 +1,6 @@
 """Which methods stay stable while the data is stale? Six arms under an exact lag, on the calculator.
 
-    python benchmarks/lag.py [--start RUN] [--lags 2 8] [--steps 48] [--jobs 1]
+    python benchmarks/lag.py [--start RUN] [--lags 2 8] [--steps 40] [--jobs 1]
 
 Every rollout is exactly min(step, lag) updates old. The learning rate is swept over one grid on one seed for every
 arm; then three seeds run at each arm's best rate and at the highest rate of the grid. All runs start from one SFT model
@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("--start", type=Path, default=ROOT / "runs" / "lag-start")
     parser.add_argument("--scratch", type=Path, default=ROOT / "runs" / "lag")
     parser.add_argument("--lags", type=int, nargs="+", default=[2, 8])
-    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--jobs", type=int, default=1)
     arguments = parser.parse_args()
     scratch, lags, steps = arguments.scratch.resolve(), arguments.lags, arguments.steps
