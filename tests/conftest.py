@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from soloist.config import ModelConfig, SftConfig
 from soloist.config_files import load_config
 from soloist.environments.registry import build_environment
 from soloist.models.loading import load_policy, load_tokenizer, save_folder
@@ -105,4 +106,8 @@ def coin(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     tasks = home / "tasks.jsonl"
     tasks.write_text('{"problem": "1+1", "answer": 2}\n', encoding="utf-8")
     rollouts = ["--value_pretraining.rollouts=64", "--value_pretraining.holdout=0.5"]
-    return [f"--model.path={home / 'model'}", f"--environment.tasks={tasks}", "--sft.steps=0", *rollouts]
+    # Back to their defaults: sizes of a built model and settings of SFT, which nothing reads here.
+    model_defaults, sft = ModelConfig(), SftConfig()
+    unread = [f"--model.{key}={getattr(model_defaults, key)}" for key in ("hidden_size", "layers", "heads", "mlp_size")]
+    unread += [f"--sft.batch_size={sft.batch_size}"]
+    return [f"--model.path={home / 'model'}", f"--environment.tasks={tasks}", "--sft.steps=0", *rollouts, *unread]

@@ -124,12 +124,14 @@ def unused(config: RunConfig) -> Iterator[str]:
         if use.read(config):
             continue
         for key in use.keys:
-            for name, value in _set_values(config, key):
-                yield f"{name} = {value!r} would not be read with these settings; {use.remedy}"
+            for name, value, default in _set_values(config, key):
+                # A recipe's key can't be taken out on the command line, but it can be set back.
+                way_out = f"{use.remedy} (or set it to {default!r})"
+                yield f"{name} = {value!r} would not be read with these settings; {way_out}"
 
 
-def _set_values(config: RunConfig, key: str) -> Iterator[tuple[str, object]]:
-    """(dotted name, value) of the keys meant by `key` that differ from their defaults."""
+def _set_values(config: RunConfig, key: str) -> Iterator[tuple[str, object, object]]:
+    """(dotted name, value, default) of the keys meant by `key` that differ from their defaults."""
     *sections, last = key.split(".")
     node: BaseModel = config
     for section in sections:
@@ -138,4 +140,4 @@ def _set_values(config: RunConfig, key: str) -> Iterator[tuple[str, object]]:
     for name, field in names.items():
         value = getattr(node, name)
         if value != field.default:
-            yield ".".join([*sections, name]), value
+            yield ".".join([*sections, name]), value, field.default
