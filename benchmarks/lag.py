@@ -52,7 +52,6 @@ RECIPE = """# The calculator's RL stage under an exact lag; SFT and value pretra
 rollouts_per_step = 64
 players = 64
 token_budget = 2048
-deterministic = true
 samples = 0
 keep_rollouts = 0
 checkpoint_every = 1000
