@@ -27,13 +27,15 @@ class TwoTurns:
 
     def __init__(self, config: EnvironmentConfig, seed: int, **mixture: float) -> None:
         self.seed = seed
+        self.distinct_tasks = config.distinct_tasks
 
     async def start(self) -> None: ...
 
     async def close(self) -> None: ...
 
     def train_task(self, index: int) -> Task:
-        return Task(task_id=f"two-turns/{index}", environment=self.name, data={})
+        number = index % self.distinct_tasks if self.distinct_tasks else index
+        return Task(task_id=f"two-turns/{number}", environment=self.name, data={})
 
     def heldout_task(self, index: int) -> Task:
         return Task(task_id=f"two-turns/held-out/{index}", environment=self.name, data={})
