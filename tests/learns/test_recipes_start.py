@@ -17,7 +17,8 @@ METHODS = sorted(name for name in packaged_recipes() if name.startswith("methods
 SMALL = {
     "environment.name": "two-turns", "model.hidden_size": "32", "model.layers": "1", "model.heads": "2",
     "model.mlp_size": "64", "engine.max_length": "48", "rollout.max_new_tokens": "4", "rollout.max_tokens": "40",
-    "rollout.max_turns": "2", "steps": "2", "rollouts_per_step": "16", "players": "16", "sft.steps": "120", "sft.lr": "5e-3", "sft.batch_size": "32",
+    "rollout.max_turns": "2", "steps": "2", "rollouts_per_step": "16", "players": "16",
+    "sft.steps": "120", "sft.lr": "5e-3", "sft.batch_size": "32",
     "eval.problems": "2", "eval.samples": "1",
 }  # fmt: skip
 CRITIC = {"value_pretraining.rollouts": "192", "value_pretraining.epochs": "1", "value_pretraining.gate": "-1e9"}
