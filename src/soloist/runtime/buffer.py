@@ -48,15 +48,20 @@ class RolloutBuffer:
         clock: Clock | None = None,
         on_stall: Callable[[str], None] = lambda report: None,
         on_abort: Callable[[list[str]], None] = lambda rollout_ids: None,
+        on_hunger: Callable[[], None] = lambda: None,
         journal: Journal | None = None,
         sort_by_place: bool | None = None,
         poll_seconds: float = 1.0,
     ) -> None:
-        """`sort_by_place` follows `config.deterministic` when None; waiters look at the clock every `poll_seconds`."""
+        """`sort_by_place` follows `config.deterministic` when None; waiters look at the clock every `poll_seconds`.
+
+        `on_hunger` is called whenever somebody begins to wait while the learner waits for a step.
+        """
         self._health = config.health
         self._clock = clock or SystemClock()
         self._places = Places(config, source, self._clock, on_abort, journal or NoJournal())
         self._on_stall = on_stall
+        self._on_hunger = on_hunger
         self._sorted = config.deterministic if sort_by_place is None else sort_by_place
         self._poll_seconds = poll_seconds
         self._changed = asyncio.Event()
@@ -146,6 +151,11 @@ class RolloutBuffer:
         """
         return self._places.note(lease, waiting_for, finished)
 
+    @property
+    def hungry(self) -> bool:
+        """Whether the learner waits for a step, so that every moment until a rollout is put counts."""
+        return self._taking
+
     def holds(self, lease: Lease) -> bool:
         """Whether the lease is still in force."""
         return self._places.holds(lease)
@@ -217,6 +227,8 @@ class RolloutBuffer:
         """Until the next signal, or until it is time to look at the clock."""
         # Bound before the first await: a signal between a failed try and this wait can't be missed.
         changed = self._changed
+        if self._taking:
+            self._on_hunger()
         try:
             async with asyncio.timeout(self._poll_seconds):
                 await changed.wait()
