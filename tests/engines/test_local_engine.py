@@ -15,8 +15,9 @@ import pytest
 import pytest_asyncio
 import torch
 
+import soloist.engines.local.engine as local_engine
 from soloist.config import EngineConfig, ModelConfig
-from soloist.engines.local.child import child_environment
+from soloist.engines.local.child import Child, child_environment
 from soloist.engines.local.engine import LocalEngine
 from soloist.errors import RolloutError, RunError
 from soloist.models.loading import load_policy, save_weights
@@ -251,3 +252,70 @@ async def test_a_folder_that_is_no_model_is_a_clear_error_at_start(tmp_path: Pat
         await engine.start()
     await engine.close()
     assert psutil.Process().children(recursive=True) == []
+
+
+def killing_children(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
+    """The first children are killed as soon as they are born. Returns their process ids."""
+    killed: list[int] = []
+    original = Child.spawn.__func__  # type: ignore[attr-defined]
+
+    async def spawn(cls: type[Child], threads: int) -> Child:
+        child: Child = await original(cls, threads)
+        if len(killed) < times:
+            killed.append(child.pid)
+            child.kill()
+        return child
+
+    monkeypatch.setattr(Child, "spawn", classmethod(spawn))
+    return killed
+
+
+async def test_a_child_that_is_killed_during_its_first_start_is_replaced(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    killed = killing_children(monkeypatch, 2)
+    engine = LocalEngine("local-1", folder, CONFIG)
+    with caplog.at_level(logging.WARNING, logger="soloist.engines"):
+        await engine.start()
+    assert (len(killed), engine.restarts) == (2, 2)
+    assert "killed by signal 9" in caplog.text
+    assert len((await engine.generate(ask("first"))).token_ids) == 8
+    await engine.close()
+    assert psutil.Process().children(recursive=True) == []
+
+
+async def test_first_starts_that_are_killed_again_and_again_end_with_the_budget(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = killing_children(monkeypatch, 99)
+    engine = LocalEngine("local-2", folder, CONFIG.model_copy(update={"restarts": 1}))
+    with pytest.raises(RunError, match=r"'local-2' did not start: child \d+ was killed by signal 9"):
+        await engine.start()
+    assert len(killed) == 2, "the first and one restart"
+    await engine.close()
+    assert psutil.Process().children(recursive=True) == []
+
+
+async def test_a_slow_sign_of_life_holds_up_nobody_and_is_no_death(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RB-130: a child too busy to answer its health check (here: stopped) is alive, and the loop goes on meanwhile."""
+    monkeypatch.setattr(local_engine, "HEALTH_SECONDS", 0.5)
+    engine = LocalEngine("local-3", folder, CONFIG)
+    await engine.start()
+    expected = await engine.generate(ask("before"))
+    tokens = (await engine.health()).tokens
+    pid = engine.child_pid
+    os.kill(pid or 0, signal.SIGSTOP)
+    checks = [asyncio.create_task(engine.health()) for _ in range(3)]
+    turns = 0
+    while not all(check.done() for check in checks):
+        await asyncio.sleep(0.01)
+        turns += 1
+    assert turns >= 10, "the event loop was free while the checks waited"
+    assert {(await check).alive for check in checks} == {True}
+    assert {(await check).tokens for check in checks} == {tokens}, "the numbers known last"
+    os.kill(pid or 0, signal.SIGCONT)
+    again = await engine.generate(ask("after"))
+    assert (again.token_ids, engine.child_pid, engine.restarts) == (expected.token_ids, pid, 0)
+    await engine.close()

@@ -137,8 +137,8 @@ class Ledger:
     ) -> bool:
         """Store an attempt's result with its whole record: scored when `fate` is None, else why it won't be trained.
 
-        Returns when it is on disk, which `patience_s` may put off so that others share the write; `hurry` and any
-        change of a step end the patience. False: the result came late or twice and was refused; what is on record stays.
+        Returns when it is on disk, which `patience_s` may put off so that others share the write; `hurry` and `commit`
+        end the patience. False: the result came late or twice and was refused; what is on record stays.
         """
         if fate is None and rollout.failure is not None:
             fate = "failed"
