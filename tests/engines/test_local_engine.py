@@ -102,6 +102,28 @@ async def test_equal_requests_get_equal_answers_and_health_counts_them(engine: L
     assert after.busy_s > before.busy_s
 
 
+async def test_a_slow_sign_of_life_holds_up_nobody_and_is_no_death(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RB-130: a child too busy to answer its health check (here: stopped) is alive, and the loop goes on meanwhile."""
+    monkeypatch.setattr(local_engine, "HEALTH_SECONDS", 0.5)
+    expected = await engine.generate(ask("before the check"))
+    tokens, pid = (await engine.health()).tokens, engine.child_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    checks = [asyncio.create_task(engine.health()) for _ in range(3)]
+    turns = 0
+    while not all(check.done() for check in checks):
+        await asyncio.sleep(0.01)
+        turns += 1
+    os.kill(pid, signal.SIGCONT)
+    assert turns >= 10, "the event loop was free while the checks waited"
+    assert {(await check).alive for check in checks} == {True}
+    assert {(await check).tokens for check in checks} == {tokens}, "the numbers known last"
+    again = await engine.generate(ask("after the check"))
+    assert (again.token_ids, engine.child_pid, engine.restarts) == (expected.token_ids, pid, 0)
+
+
 async def test_a_refused_request_names_its_reason_and_an_id_in_use_is_refused(engine: LocalEngine) -> None:
     with pytest.raises(RolloutError, match="0 tokens") as caught:
         await engine.generate(GenerateRequest(request_id="e", rollout_id="e", prompt_ids=[], sampling=Sampling()))
@@ -294,28 +316,3 @@ async def test_first_starts_that_are_killed_again_and_again_end_with_the_budget(
     assert len(killed) == 2, "the first and one restart"
     await engine.close()
     assert psutil.Process().children(recursive=True) == []
-
-
-async def test_a_slow_sign_of_life_holds_up_nobody_and_is_no_death(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """RB-130: a child too busy to answer its health check (here: stopped) is alive, and the loop goes on meanwhile."""
-    monkeypatch.setattr(local_engine, "HEALTH_SECONDS", 0.5)
-    engine = LocalEngine("local-3", folder, CONFIG)
-    await engine.start()
-    expected = await engine.generate(ask("before"))
-    tokens = (await engine.health()).tokens
-    pid = engine.child_pid
-    os.kill(pid or 0, signal.SIGSTOP)
-    checks = [asyncio.create_task(engine.health()) for _ in range(3)]
-    turns = 0
-    while not all(check.done() for check in checks):
-        await asyncio.sleep(0.01)
-        turns += 1
-    assert turns >= 10, "the event loop was free while the checks waited"
-    assert {(await check).alive for check in checks} == {True}
-    assert {(await check).tokens for check in checks} == {tokens}, "the numbers known last"
-    os.kill(pid or 0, signal.SIGCONT)
-    again = await engine.generate(ask("after"))
-    assert (again.token_ids, engine.child_pid, engine.restarts) == (expected.token_ids, pid, 0)
-    await engine.close()

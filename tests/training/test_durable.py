@@ -12,12 +12,14 @@ import random
 import sqlite3
 import subprocess
 import sys
+import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from soloist.config import RunConfig, build_config
@@ -174,6 +176,7 @@ def trained(
     salt: str = "",
     storage: Storage | None = None,
     learner: NumericLearner | None = None,
+    stage: type[Stage] = Stage,
 ) -> tuple[str, list[str]]:
     """Train in the config's folder; returns the learner's hash and what the run said."""
     folder = RunFolder(config)
@@ -184,9 +187,9 @@ def trained(
 
     @asynccontextmanager
     async def open_players(weights: WeightsRef) -> AsyncIterator[Stage]:
-        stage = Stage(mood)
-        await stage.load(weights)
-        yield stage
+        players = stage(mood)
+        await players.load(weights)
+        yield players
 
     job = Job(
         config=config, folder=folder, learner=learner, snapshots=snapshots_of(config, storage),
@@ -622,6 +625,44 @@ def test_with_a_lag_players_go_on_beside_the_learner_and_no_further_than_the_las
         assert len(begun) == STEPS * SIZE
         expected = [min(lag, STEPS - 1 - step) * SIZE for step in range(STEPS)]
         assert ahead[1::2] == expected, "what is under way when the second value update of each step begins"
+
+
+class Side(dict[str, Any]):
+    """Notes of a rollout, which can be watched."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+def test_side_data_of_a_rollout_is_gone_once_it_was_trained(tmp_path: Path) -> None:
+    """RB-140, R13: 200 steps with a megabyte beside each rollout; memory and file hold what is under way only."""
+    alive: weakref.WeakSet[Side] = weakref.WeakSet()
+    megabyte = 1 << 20
+
+    class Heavy(Stage):
+        async def play(self, *args: Any, **named: Any) -> Rollout:
+            rollout = await super().play(*args, **named)
+            side = Side(text=f"{rollout.place:07}\n" * (megabyte // 8))
+            alive.add(side)
+            return msgspec.structs.replace(rollout, info=side)
+
+    seen: list[tuple[int, int]] = []
+
+    class Watching(NumericLearner):
+        async def update_policy(self, rollouts: Sequence[Rollout]) -> dict[str, float | None]:
+            seen.append((len(alive), psutil.Process().memory_info().rss))
+            return await super().update_policy(rollouts)
+
+    config = config_for(
+        tmp_path, steps=200, rollouts_per_step=1, players=2, deterministic=False, max_staleness=1, keep_rollouts=0,
+        checkpoint_every=10,
+    )  # fmt: skip
+    trained(config, learner=Watching(), stage=Heavy)
+    check_history(config)
+    counts, memory = zip(*seen, strict=True)
+    assert len(counts) == 200
+    assert max(counts) <= 8, "the trained one, and those that may still enter the next steps"
+    assert memory[-1] - memory[40] < 16 * megabyte, "a tenth of what went through since"
+    assert RunFolder(config).ledger.stat().st_size < 4 * megabyte
 
 
 @pytest.mark.parametrize("on_stale", ["wait", "drop", "train"])
