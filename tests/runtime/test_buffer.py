@@ -600,17 +600,17 @@ asyncio.run(main())
 
 
 def test_a_process_that_was_stopped_and_goes_on_has_its_whole_limit_left() -> None:
-    """The same with a real signal: 1.5 s of SIGSTOP at a limit of one second; the stall that follows is its own."""
+    """The same with a real signal: 2.5 s of SIGSTOP at a limit of one second; the stall that follows is its own."""
     command = [sys.executable, "-c", STOPPED]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         said = process.stdout.readline()
         os.kill(process.pid, signal.SIGSTOP)
-        time.sleep(1.5)
+        time.sleep(2.5)
         os.kill(process.pid, signal.SIGCONT)
         told, error = process.communicate(timeout=60)
     assert (said, process.returncode) == ("waits\n", 1), error
-    assert told.startswith("this process stood still for 1."), "the first thing that is said, and no end of the run"
+    assert told.startswith("this process stood still for 2."), "the first thing that is said, and no end of the run"
     assert "RunError: no full step for 1." in error
 
 

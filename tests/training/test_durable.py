@@ -12,6 +12,7 @@ import random
 import sqlite3
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
@@ -27,6 +28,7 @@ from soloist.errors import RunError, UserError
 from soloist.metrics import read_metrics
 from soloist.runtime.ledger import read_counts, read_lineages, read_rollouts, read_steps
 from soloist.seams import Storage, installed_faults
+from soloist.training import run as run_module
 from soloist.training.durable import Job, train_durably
 from soloist.training.run_folder import RunFolder
 from soloist.training.snapshots import SnapshotFolder
@@ -625,6 +627,32 @@ def test_with_a_lag_players_go_on_beside_the_learner_and_no_further_than_the_las
         assert len(begun) == STEPS * SIZE
         expected = [min(lag, STEPS - 1 - step) * SIZE for step in range(STEPS)]
         assert ahead[1::2] == expected, "what is under way when the second value update of each step begins"
+
+
+def test_players_go_on_while_results_wait_for_their_write_and_a_hungry_learner_ends_the_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results share a write while the learner computes (here: for a minute); nobody may feel it."""
+    monkeypatch.setattr(run_module, "SHARED_WRITE_S", 60.0)
+    begun: set[int] = set()
+
+    class Slow(NumericLearner):
+        async def update_value(self, rollouts: Sequence[Rollout]) -> dict[str, float | None]:
+            # The only player plays all that may be played now, although no result of it is on disk yet.
+            async with asyncio.timeout(20):
+                while len(begun) < min(STEPS, self.version + 2) * SIZE:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+            return await super().update_value(rollouts)
+
+    async def count(rollout: Rollout) -> bool:
+        begun.add(rollout.place)
+        return await calm(rollout)
+
+    config = config_for(tmp_path, deterministic=False, players=1, max_staleness=1)
+    began = time.monotonic()
+    trained(config, count, learner=Slow())
+    check_history(config)
+    assert time.monotonic() - began < 50, "the learner's hunger ended every wait"
 
 
 class Side(dict[str, Any]):
