@@ -36,7 +36,7 @@ from harness import write_results
 
 from soloist.training.observer import SilentObserver
 
-SIZE = 8
+SIZE = 16
 FASTER = 10
 LIMIT = 1.0
 """Percent for each 100 steps."""
