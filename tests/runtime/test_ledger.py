@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from soloist.errors import RunError
+from soloist.runtime import ledger_changes as changes
 from soloist.runtime.ledger import Ledger, read_counts, read_lineages, read_rollouts, read_steps
 from soloist.seams import installed_faults
 from soloist.types import Failure, Rollout, Segment, VersionSpan
@@ -238,6 +239,29 @@ async def test_a_sign_of_life_goes_on_record_with_the_result_that_follows(tmp_pa
     assert await ledger.ended(scored("r1"))
     assert {row.rollout_id: row.expires_at for row in read_rollouts(path)} == {"r0": 5000.0, "r1": 1000.0}
     await ledger.close()
+
+
+def test_a_step_costs_the_same_however_long_the_history_is(tmp_path: Path) -> None:
+    """R13: instructions of SQLite's machine for a step and its pruning, early and late in a run."""
+    ticks: list[int] = []
+    costs: list[int] = []
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)) as db:
+        changes.begin_life(db, tmp_path, 0.0)
+        db.set_progress_handler(lambda: ticks.append(1), 10)
+        for step in range(400):
+            ticks.clear()
+            names = [f"r{4 * step + member}" for member in range(4)]
+            for name in names:
+                changes.start(db, running(name), int(name[1:]), 1, 0.0)
+                changes.renew(db, {(name, 0): 1.0})
+                assert changes.end(db, scored(name), None, "", 1, 0.0, None)
+            changes.drop(db, (names[3], 0), "dropped", None, "stale")
+            changes.commit_step(db, (step, 1, 0.0, "", "{}"), [(name, 0) for name in names[:3]])
+            changes.forget_payloads(db, step - 5)
+            costs.append(len(ticks))
+        kept = db.execute("SELECT count(*) FROM rollouts WHERE payload IS NOT NULL").fetchone()[0]
+    assert kept <= 4 * 7
+    assert sum(costs[380:]) <= 1.1 * sum(costs[20:40])
 
 
 async def test_a_new_life_marks_what_ran_as_lost_and_goes_on_with_higher_attempts(tmp_path: Path) -> None:
