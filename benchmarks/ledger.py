@@ -7,9 +7,11 @@ The step time is that of the `calculator` recipe's model on this machine: K = 2 
 rollouts of the same shape as the ledger gets (two turns, about 90 tokens, 18 of them sampled), one thread, in processor
 seconds: what the step takes when the machine does nothing else. A larger
 model takes longer for a step and pays the same for its ledger, so this is the dearest case that we have.
-Rollouts end one by one, spread evenly over the step, as players deliver them; nothing shares a sync then, which is the
-dearest case, too. The same loop without a ledger is timed in turns with it and subtracted. `fastest` is the other end:
-rollouts a second when 64 players deliver as fast as the ledger takes them.
+Rollouts end one by one, spread evenly over the step, with as many under way as the recipe has players and six signs of
+life for each, as the loop delivers them while the learner computes: results are gathered for `SHARED_WRITE_S`. `alone`
+is the same without gathering, which is what the ledger does while the learner waits. The same loop without a ledger is
+timed beside them and subtracted. `fastest` is the other end: rollouts a second when 64 players deliver as fast
+as the ledger takes them.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,12 +36,18 @@ from soloist.models.loading import load_policy
 from soloist.models.tiny import build_tiny
 from soloist.models.value import ValueModel
 from soloist.runtime.ledger import Ledger
+from soloist.seams import installed_faults
 from soloist.training.learner import Learner
+from soloist.training.run import SHARED_WRITE_S
 from soloist.types import Rollout, Sampling, Segment, Turn, VersionSpan
 
+Rollouts = list[Rollout]
 SIZES = {64: 8, 1024: 2}
-"""Rollouts of a step → pairs of steps (with and without a ledger) that are timed."""
+"""Rollouts of a step → steps of each kind that are timed."""
 PLAYERS = 64
+"""Of `fastest`."""
+UNDER_WAY = 6
+"""Rollouts under way; each gives a sign of life whenever another ends, so this is also the number of signs."""
 
 
 def rollout(place: int, state: str = "scored") -> Rollout:
@@ -104,43 +113,66 @@ def processor_seconds(work: Callable[[], None]) -> float:
     return time.process_time() - before
 
 
-async def deliver(ledger: Ledger | None, step: int, size: int, step_seconds: float) -> tuple[float, float]:
-    """One step's worth of calls, spread over the step. Returns (seconds of the commit, processor seconds in all)."""
-    before, began = _processor_seconds(), time.perf_counter()
+async def deliver(ledger: Ledger | None, step: int, size: int, step_seconds: float, patience_s: float) -> Rollouts:
+    """The rollouts that end while one step is computed, spread over its seconds."""
+    began = time.perf_counter()
     rollouts = [rollout(step * size + number) for number in range(size)]
+    records = []
     for number, one in enumerate(rollouts):
         if ledger is not None:
-            await ledger.started(one, unit=one.place, expires_at=time.time() + 180)
-            await ledger.ended(one)
+            under_way = [*rollouts[number + 1 : number + UNDER_WAY]]
+            for other in rollouts[:UNDER_WAY] if not number else under_way[UNDER_WAY - 2 :]:
+                await ledger.started(other, unit=other.place, expires_at=time.time() + 180)
+            for other in (one, *under_way):
+                ledger.renewed(other, time.time() + 180)
+            records.append(asyncio.create_task(ledger.ended(one, patience_s=patience_s)))
         await asyncio.sleep(max(0.0, began + (number + 1) * step_seconds / size - time.perf_counter()))
-    committing = time.perf_counter()
-    if ledger is not None:
-        await ledger.commit(step, rollouts, {"version": step, "losses": {}}, state_hash="0" * 64)
-    return time.perf_counter() - committing, _processor_seconds() - before
+    if not all(await asyncio.gather(*records)):
+        raise RuntimeError("the ledger refused a result of the benchmark")
+    return rollouts
 
 
-async def cost_of(size: int, pairs: int, step_seconds: float, folder: Path) -> dict[str, Any]:
-    """Seconds that the ledger adds to a step."""
-    ledger = await Ledger.open(folder / f"{size}.sqlite")
+async def cost_of(
+    size: int, pairs: int, step_seconds: float, without_s: float, path: Path, patience_s: float
+) -> dict[str, Any]:
+    """Seconds that the ledger adds to a step. While a step's rollouts are delivered, the step before is computed."""
     commits: list[float] = []
     work: list[float] = []
+    writes: Counter[str] = Counter()
+    ledger = await Ledger.open(path)
     try:
-        for step in range(pairs):
-            commit, with_ledger = await deliver(ledger, step, size, step_seconds)
-            _, without = await deliver(None, step, size, step_seconds)
-            commits.append(commit)
-            # The commit's own processor time is part of its seconds already; counted twice, it errs upwards.
-            work.append(max(0.0, with_ledger - without))
+        taken = await deliver(ledger, 0, size, 0.0, patience_s)
+        with installed_faults(lambda name: writes.update([name])):
+            for step in range(pairs):
+                before = _processor_seconds()
+                delivered = await deliver(ledger, step + 1, size, step_seconds, patience_s)
+                # The commit's own processor time is part of its seconds.
+                work.append(_processor_seconds() - before)
+                began = time.perf_counter()
+                await ledger.commit(step, taken, {"version": step, "losses": {}}, state_hash="0" * 64)
+                commits.append(time.perf_counter() - began)
+                taken = delivered
     finally:
         await ledger.close()
-    commit, processor = statistics.median(commits), statistics.median(work)
+    commit, processor = statistics.median(commits), max(0.0, statistics.median(work) - without_s)
     return {
         "step_s": round(step_seconds, 3),
         "commit_s": round(commit, 5),
         "processor_s": round(processor, 5),
         "share": round((commit + processor) / step_seconds, 5),
         "share_waited_for": round(commit / step_seconds, 5),
+        "rollouts_per_write": round(size * pairs / writes["ledger:rollouts:after"], 1),
     }
+
+
+async def without(size: int, pairs: int, step_seconds: float) -> float:
+    """Processor seconds of the same loop without a ledger."""
+    taken = []
+    for step in range(pairs):
+        before = _processor_seconds()
+        await deliver(None, step, size, step_seconds, 0.0)
+        taken.append(_processor_seconds() - before)
+    return statistics.median(taken)
 
 
 async def fastest(folder: Path, rollouts: int = 4096) -> float:
@@ -173,7 +205,10 @@ def main() -> None:
         figures: dict[str, Any] = {}
         for size, pairs in SIZES.items():
             step_seconds = learner_seconds(size, folder / f"{size}")
-            figures[f"rollouts_{size}"] = asyncio.run(cost_of(size, pairs, step_seconds, folder))
+            idle_s = asyncio.run(without(size, pairs, step_seconds))
+            for case, patience_s in (("", SHARED_WRITE_S), ("_alone", 0.0)):
+                work = cost_of(size, pairs, step_seconds, idle_s, folder / f"{size}{case}.sqlite", patience_s)
+                figures[f"rollouts_{size}{case}"] = asyncio.run(work)
         figures["fastest_rollouts_per_s"] = round(asyncio.run(fastest(folder)))
         figures["limit"] = 0.02
     write_results("ledger", figures)

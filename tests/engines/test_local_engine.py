@@ -15,8 +15,9 @@ import pytest
 import pytest_asyncio
 import torch
 
+import soloist.engines.local.engine as local_engine
 from soloist.config import EngineConfig, ModelConfig
-from soloist.engines.local.child import child_environment
+from soloist.engines.local.child import Child, child_environment
 from soloist.engines.local.engine import LocalEngine
 from soloist.errors import RolloutError, RunError
 from soloist.models.loading import load_policy, save_weights
@@ -99,6 +100,28 @@ async def test_equal_requests_get_equal_answers_and_health_counts_them(engine: L
     assert after.alive
     assert after.tokens - before.tokens == 16
     assert after.busy_s > before.busy_s
+
+
+async def test_a_slow_sign_of_life_holds_up_nobody_and_is_no_death(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RB-130: a child too busy to answer its health check (here: stopped) is alive, and the loop goes on meanwhile."""
+    monkeypatch.setattr(local_engine, "HEALTH_SECONDS", 0.5)
+    expected = await engine.generate(ask("before the check"))
+    tokens, pid = (await engine.health()).tokens, engine.child_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    checks = [asyncio.create_task(engine.health()) for _ in range(3)]
+    turns = 0
+    while not all(check.done() for check in checks):
+        await asyncio.sleep(0.01)
+        turns += 1
+    os.kill(pid, signal.SIGCONT)
+    assert turns >= 10, "the event loop was free while the checks waited"
+    assert {(await check).alive for check in checks} == {True}
+    assert {(await check).tokens for check in checks} == {tokens}, "the numbers known last"
+    again = await engine.generate(ask("after the check"))
+    assert (again.token_ids, engine.child_pid, engine.restarts) == (expected.token_ids, pid, 0)
 
 
 async def test_a_refused_request_names_its_reason_and_an_id_in_use_is_refused(engine: LocalEngine) -> None:
@@ -249,5 +272,47 @@ async def test_a_folder_that_is_no_model_is_a_clear_error_at_start(tmp_path: Pat
         await engine.generate(ask("early"))
     with pytest.raises(RunError, match=r"local-9.*exited with code 2.*found nothing, expected a model folder"):
         await engine.start()
+    await engine.close()
+    assert psutil.Process().children(recursive=True) == []
+
+
+def killing_children(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
+    """The first children are killed as soon as they are born. Returns their process ids."""
+    killed: list[int] = []
+    original = Child.spawn.__func__  # type: ignore[attr-defined]
+
+    async def spawn(cls: type[Child], threads: int) -> Child:
+        child: Child = await original(cls, threads)
+        if len(killed) < times:
+            killed.append(child.pid)
+            child.kill()
+        return child
+
+    monkeypatch.setattr(Child, "spawn", classmethod(spawn))
+    return killed
+
+
+async def test_a_child_that_is_killed_during_its_first_start_is_replaced(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    killed = killing_children(monkeypatch, 2)
+    engine = LocalEngine("local-1", folder, CONFIG)
+    with caplog.at_level(logging.WARNING, logger="soloist.engines"):
+        await engine.start()
+    assert (len(killed), engine.restarts) == (2, 2)
+    assert "killed by signal 9" in caplog.text
+    assert len((await engine.generate(ask("first"))).token_ids) == 8
+    await engine.close()
+    assert psutil.Process().children(recursive=True) == []
+
+
+async def test_first_starts_that_are_killed_again_and_again_end_with_the_budget(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = killing_children(monkeypatch, 99)
+    engine = LocalEngine("local-2", folder, CONFIG.model_copy(update={"restarts": 1}))
+    with pytest.raises(RunError, match=r"'local-2' did not start: child \d+ was killed by signal 9"):
+        await engine.start()
+    assert len(killed) == 2, "the first and one restart"
     await engine.close()
     assert psutil.Process().children(recursive=True) == []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+import tracemalloc
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -135,6 +137,36 @@ async def test_any_other_text_is_a_wrong_answer_and_never_an_error(text: str) ->
     score, notes = await episode.score()
     assert score == 0.0
     assert notes["success"] is False
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("log(log(log(log(log(9^9^9^9^9)))))", "9**9**9**9", "(" * 100_000 + "113" + ")" * 100_000, "1" * 5_000_000),
+        *(
+            "+" * 1_000_000 + "113",
+            " " * 5_000_000 + "113x",
+            "113\n" * 1_000_000,
+            "１" * 1_000_000,
+            "0" * 5_000_000 + "1",
+        ),
+    ],
+)
+async def test_the_worst_answer_costs_scoring_next_to_no_time_and_memory(text: str) -> None:
+    """RB-129, RB-143: scoring is done on the event loop, so no answer may hold it up for 100 ms or need much memory."""
+    episode = Calculator(CONFIG, 0).episode(task())
+    await episode.step(Action(text=text))
+    # The thread's own seconds, since others use the machine.
+    began = time.thread_time()
+    score, notes = await episode.score()
+    seconds = time.thread_time() - began
+    tracemalloc.start()
+    await episode.score()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (score, notes["success"]) == (0.0, False)
+    assert seconds < 0.1
+    assert peak <= 4 * len(text) + 100_000
 
 
 async def test_an_episode_cut_before_its_answer_scores_zero(calculator: Calculator) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -17,9 +18,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import soloist.environments.sandbox as sandbox_module
 from soloist.config import EnvironmentConfig
 from soloist.environments.sandbox import CUT_MARK, LONGEST_CODE, MontySandbox, available, cut
 from soloist.errors import RolloutError, RunError
+
+NEVER_RETURNS = "x = 10**4000\nfor i in range(1000): x = x * x"
 
 
 @pytest.fixture
@@ -196,6 +200,64 @@ async def test_the_event_loop_goes_on_while_code_runs(sandbox: MontySandbox) -> 
         await asyncio.sleep(0)
     assert not bomb.done()
     assert (await bomb).startswith("TimeoutError")
+
+
+async def test_sixteen_verifications_that_compute_for_long_leave_the_loop_free_and_share_four_workers(
+    sandbox: MontySandbox,
+) -> None:
+    """RB-129: long computations run in a bounded pool of processes; the loop of the rollouts goes on meanwhile."""
+    calls = [asyncio.create_task(sandbox.run("while True: pass")) for _ in range(16)]
+    turns, most = 0, 0
+    while not all(call.done() for call in calls):
+        await asyncio.sleep(0.005)
+        turns, most = turns + 1, max(most, len(workers()))
+    assert turns >= 20
+    assert 1 <= most <= 4
+    assert {await call for call in calls} == {"TimeoutError: more than 0.3 s of computation"}
+
+
+async def test_hung_verifications_are_killed_and_their_workers_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RB-131: two workers, three calls that never return (in native code, which sees no clock), then a quick one."""
+    monkeypatch.setattr(sandbox_module, "_WORKERS", 2)
+    sandbox = MontySandbox(seconds=0.2)
+    await sandbox.start()
+    before = {worker.pid for worker in workers()}
+    hung = [asyncio.create_task(sandbox.run(NEVER_RETURNS)) for _ in range(3)]
+    quick = asyncio.create_task(sandbox.run("6*7"))
+    assert await asyncio.wait_for(quick, 30) == "42"
+    assert [await call for call in hung] == ["TimeoutError: more than 0.2 s of computation"] * 3
+    after = {worker.pid for worker in workers()}
+    assert not before & after, "the workers that hung are gone"
+    assert await asyncio.gather(*[sandbox.run(f"{n}+1") for n in range(6)]) == [str(n + 1) for n in range(6)]
+    assert len(workers()) <= 2
+    await sandbox.close()
+
+
+@pytest.mark.parametrize(
+    "tower",
+    [
+        "import math\nmath.log(math.log(math.log(math.log(math.log(10**10**10**10)))))",
+        "import math\nx = 9**9**9**9**9\nmath.log(math.log(x))",
+        "import math\nx = [math.log(n + 2) for n in range(10**9)]",
+        "import math\nx = 7\nwhile True: x = math.log(x ** x) * x ** x",
+    ],
+)
+async def test_nested_logarithms_and_towers_cost_their_worker_and_nobody_else(
+    sandbox: MontySandbox, tower: str
+) -> None:
+    """RB-143: time and memory are the worker's (512 MB by the kernel); the trainer's memory doesn't move."""
+    memory = psutil.Process().memory_info().rss
+    call = asyncio.create_task(sandbox.run(tower))
+    largest = 0
+    while not call.done():
+        for worker in workers():
+            with suppress(psutil.NoSuchProcess):
+                largest = max(largest, worker.memory_info().rss)
+        await asyncio.sleep(0.01)
+    assert "Error: " in await call
+    assert largest < 512 << 20
+    assert psutil.Process().memory_info().rss - memory < 32 << 20
+    assert await sandbox.run("6*7") == "42"
 
 
 async def test_many_players_share_the_workers_and_each_gets_its_own_answer(sandbox: MontySandbox) -> None:

@@ -25,21 +25,12 @@ TINY = """
 steps = 6
 rollouts_per_step = 4
 players = 4
-[model]
-hidden_size = 16
-layers = 1
-heads = 2
-mlp_size = 32
 [engine]
 slots = 4
 [rollout]
 max_new_tokens = 8
 max_tokens = 120
 max_turns = 1
-[sft]
-steps = 2
-batch_size = 2
-threads = 1
 [value_pretraining]
 rollouts = 8
 epochs = 1
@@ -48,6 +39,13 @@ gate = -1e9
 problems = 2
 samples = 1
 """
+ARCHITECTURE = """[model]
+hidden_size = 16
+layers = 1
+heads = 2
+mlp_size = 32
+"""
+"""Of the model that is built once; runs name its folder, which has its own."""
 
 
 class Notebook:
@@ -210,7 +208,7 @@ def make_tiny(home: Path) -> int:
     from soloist.models.tiny import build_tiny
     from soloist.rollout.rendering import build_renderer
 
-    config = load_config(str(write_recipe(home)))
+    config = load_config(str(write_recipe(home, ARCHITECTURE)))
     untrained = build_tiny(config.model, 0, home / "untrained")
     model, tokenizer = load_policy(untrained), load_tokenizer(untrained)
     rendering, environment = build_renderer(tokenizer, "auto"), build_environment(config.environment, 0)
@@ -225,16 +223,16 @@ def make_tiny(home: Path) -> int:
         optimizer.step()
     save_folder(model, tokenizer, home / "coin")
     (home / "tasks.jsonl").write_text('{"problem": "1+1", "answer": 2}\n')
-    code = main(["pretrain-value", str(home / "tiny.toml"), "--name", "run", *of_the_coin(home)])
+    code = main(["pretrain-value", str(write_recipe(home)), "--name", "run", *of_the_coin(home)])
     # The settings of the runs stand in their own folders.
     (home / "runs" / "run" / "config.resolved.toml").unlink()
     return code
 
 
-def write_recipe(home: Path) -> Path:
+def write_recipe(home: Path, more: str = "") -> Path:
     """A recipe whose run lies in `home/runs`."""
     recipe = home / "tiny.toml"
-    recipe.write_text(f'runs_dir = "{home / "runs"}"\n{TINY}')
+    recipe.write_text(f'runs_dir = "{home / "runs"}"\n{TINY}{more}')
     return recipe
 
 

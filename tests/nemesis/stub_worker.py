@@ -59,6 +59,7 @@ class Stub:
         self._channel = channel
         self._token_seconds = token_seconds
         self._frames = messages.FrameBuffer()
+        self._incoming = bytearray(1 << 20)
         self._weights, self._version = b"", 0
         self._running: dict[str, Request] = {}
         self._sampled = 0
@@ -68,10 +69,10 @@ class Stub:
         while True:
             wait = self._token_seconds if self._running else None
             if select.select([self._channel], [], [], wait)[0]:
-                data = self._channel.recv(1 << 20)
-                if not data:
+                size = self._channel.recv_into(self._incoming)
+                if not size:
                     return
-                for payload in self._frames.feed(data):
+                for payload in self._frames.feed(bytes(self._incoming[:size])):
                     self._obey(messages.unpack_order(payload))
             self._step()
 

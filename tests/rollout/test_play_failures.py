@@ -78,6 +78,18 @@ async def test_what_never_answers_fails_within_its_deadline(
     assert parts.environment.episodes[0].closed == 1
 
 
+async def test_a_verifier_that_exceeds_its_limit_leaves_one_rollout_unscored_and_ends_nothing(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RB-136: only that sample has no verdict, with the limit as its reason; it is no 0, and the others are scored."""
+    monkeypatch.setattr(play, "MACHINERY_SECONDS", 0.05)
+    slow = {"score": "hang"}
+    rollouts = await asyncio.gather(*[bench(ANSWER, faults=slow if n == 2 else {}).play() for n in range(4)])
+    assert_failed(rollouts[2], "scorer", "no answer within 0.05 s")
+    others = [rollout for n, rollout in enumerate(rollouts) if n != 2]
+    assert [(rollout.status, rollout.score, rollout.trainable) for rollout in others] == [("completed", 1.0, True)] * 3
+
+
 async def test_an_engine_that_ignores_the_abort_fails_soon_after_the_budget_of_seconds(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import random
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
@@ -547,6 +552,83 @@ async def test_a_stall_is_reported_and_then_ends_the_run_with_the_report() -> No
     with pytest.raises(RunError, match="no full step"):
         await soon(player)
     assert len(reports) == 2
+
+
+async def test_time_in_which_the_process_itself_stood_still_is_no_stall_and_is_told() -> None:
+    """R6: SIGSTOP of the main process for longer than the limit; everybody was stopped, so nobody is to blame."""
+    clock, awake = FakeClock(), FakeClock()
+    reports: list[str] = []
+    health = {"stall_report_seconds": 100.0, "stall_limit_seconds": 100.0, "lease_seconds": 1e4}
+    buffer = make_buffer({"health": health}, clock=clock, awake=awake, on_stall=reports.append)
+    leases = [await lease_at(buffer, 0) for _ in range(2)]
+    learner = asyncio.create_task(buffer.take(version=0))
+    player = asyncio.create_task(buffer.lease(lambda: -1))
+    assert await waits(learner)
+    for one in (clock, awake):
+        one.seconds += 500
+    await until_told(reports)
+    assert reports == ["this process stood still for 500.0 s; that is nobody's stall"], "told once, not by each waiter"
+    clock.seconds += 99
+    await asyncio.sleep(0.01)
+    assert not learner.done()
+    clock.seconds += 2
+    with pytest.raises(RunError, match=r"no full step for 101.0 s, the limit"):
+        await soon(learner)
+    with pytest.raises(RunError, match="no full step"):
+        await soon(player)
+    assert leases[0].place == 0
+
+
+STOPPED = """
+import asyncio, sys
+from soloist.config import RunConfig
+from soloist.runtime.buffer import RolloutBuffer
+from soloist.runtime.tasks import TaskSource
+from soloist.types import Task
+
+async def main():
+    health = {"stall_report_seconds": 1.0, "stall_limit_seconds": 1.0, "lease_seconds": 600.0}
+    config = RunConfig.model_validate({"rollouts_per_step": 1, "max_staleness": 0, "health": health})
+    source = TaskSource(lambda index: Task(task_id="t", environment="numbers", data={}))
+    buffer = RolloutBuffer(config, source, on_stall=lambda text: print(text, flush=True), poll_seconds=0.05)
+    await buffer.lease(lambda: 0)
+    asyncio.get_running_loop().call_later(0.02, lambda: print("waits", flush=True))
+    await buffer.take(version=0)
+
+asyncio.run(main())
+"""
+
+
+def test_a_process_that_was_stopped_and_goes_on_has_its_whole_limit_left() -> None:
+    """The same with a real signal: 2.5 s of SIGSTOP at a limit of one second; the stall that follows is its own."""
+    command = [sys.executable, "-c", STOPPED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(2.5)
+        os.kill(process.pid, signal.SIGCONT)
+        told, error = process.communicate(timeout=60)
+    assert (said, process.returncode) == ("waits\n", 1), error
+    assert told.startswith("this process stood still for 2."), "the first thing that is said, and no end of the run"
+    assert "RunError: no full step for 1." in error
+
+
+async def test_the_learners_hunger_is_told_when_it_waits_and_only_then() -> None:
+    hunger: list[bool] = []
+    buffer = make_buffer({"rollouts_per_step": 1, "max_staleness": 0}, on_hunger=lambda: hunger.append(buffer.hungry))
+    lease = await lease_at(buffer, 0)
+    player = asyncio.create_task(buffer.lease(lambda: 0))
+    assert await waits(player)
+    assert (hunger, buffer.hungry) == ([], False), "a player who waits is no hurry"
+    learner = asyncio.create_task(buffer.take(version=0))
+    assert await waits(learner)
+    assert hunger
+    assert all(hunger)
+    await buffer.put(lease, played(lease))
+    assert len(await soon(learner)) == 1
+    assert not buffer.hungry
+    player.cancel()
 
 
 async def test_players_speak_up_when_the_learner_is_silent_but_do_not_end_the_run() -> None:

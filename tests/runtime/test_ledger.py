@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from soloist.errors import RunError
+from soloist.runtime import ledger_changes as changes
 from soloist.runtime.ledger import Ledger, read_counts, read_lineages, read_rollouts, read_steps
 from soloist.seams import installed_faults
 from soloist.types import Failure, Rollout, Segment, VersionSpan
@@ -164,6 +165,103 @@ async def test_many_ends_at_once_share_writes_and_do_not_block_the_event_loop(tm
     assert threading.get_ident() not in threads
     assert len(set(threads)) == 1, "one writer"
     await ledger.close()
+
+
+def counted_writes(names: list[str]) -> Any:
+    """Note each transaction of the ledger that reached the disk."""
+    return installed_faults(lambda name: names.append(name) if name.endswith(":after") else None)
+
+
+async def test_patient_results_share_one_write_and_none_is_acknowledged_before_it(tmp_path: Path) -> None:
+    """One sync of the disk for all that end within the patience; each still answers only when it is on disk."""
+    path = tmp_path / "ledger.sqlite"
+    ledger = await Ledger.open(path)
+    await lease(ledger, *(scored(f"r{number}") for number in range(9)))
+    names: list[str] = []
+    with counted_writes(names):
+        patient = [asyncio.create_task(ledger.ended(scored(f"r{number}"), patience_s=60.0)) for number in range(8)]
+        await asyncio.sleep(0.02)
+        assert not any(task.done() for task in patient)
+        assert by_id(path) == {}
+        assert await ledger.ended(scored("r8")), "one without patience takes the others along"
+        assert await asyncio.gather(*patient) == [True] * 8
+    assert names == ["ledger:rollouts:after"]
+    assert {state for state, _, _ in by_id(path).values()} == {"scored"}
+    await ledger.close()
+
+
+@pytest.mark.parametrize("what", ["hurry", "commit", "close", "time"])
+async def test_patience_ends_when_somebody_needs_the_result(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "ledger.sqlite"
+    ledger = await Ledger.open(path)
+    await end(ledger, scored("r0"))
+    await lease(ledger, scored("r1"))
+    patient = asyncio.create_task(ledger.ended(scored("r1"), patience_s=0.01 if what == "time" else 60.0))
+    await asyncio.sleep(0)
+    if what == "hurry":
+        ledger.hurry()
+    elif what == "commit":
+        await ledger.commit(0, [scored("r0")], {})
+    elif what == "close":
+        await ledger.close()
+    assert await asyncio.wait_for(patient, 5.0)
+    assert by_id(path)["r1"] == ("scored", None, None)
+    await ledger.close()
+
+
+async def test_a_shared_write_that_fails_is_told_to_all_and_a_caller_who_gave_up_loses_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    ledger = await Ledger.open(path)
+    await lease(ledger, *(scored(f"r{number}") for number in range(3)))
+
+    def fail(name: str) -> None:
+        if name == "ledger:rollouts:before":
+            raise OSError("disk")
+
+    patient = [asyncio.create_task(ledger.ended(scored(f"r{number}"), patience_s=60.0)) for number in range(3)]
+    await asyncio.sleep(0)
+    patient[0].cancel()
+    with installed_faults(fail):
+        ledger.hurry()
+        outcomes = await asyncio.gather(*patient, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [asyncio.CancelledError, OSError, OSError]
+    assert by_id(path) == {}
+    await ledger.close()
+    assert {state for state, _, _ in by_id(path).values()} == {"scored"}, "it stayed queued and was tried again"
+
+
+async def test_a_sign_of_life_goes_on_record_with_the_result_that_follows(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    ledger = await Ledger.open(path)
+    await lease(ledger, scored("r0"), scored("r1"))
+    ledger.renewed(running("r0"), 5000.0)
+    assert await ledger.ended(scored("r0"))
+    assert await ledger.ended(scored("r1"))
+    assert {row.rollout_id: row.expires_at for row in read_rollouts(path)} == {"r0": 5000.0, "r1": 1000.0}
+    await ledger.close()
+
+
+def test_a_step_costs_the_same_however_long_the_history_is(tmp_path: Path) -> None:
+    """R13: instructions of SQLite's machine for a step and its pruning, early and late in a run."""
+    ticks: list[int] = []
+    costs: list[int] = []
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)) as db:
+        changes.begin_life(db, tmp_path, 0.0)
+        db.set_progress_handler(lambda: ticks.append(1), 10)
+        for step in range(400):
+            ticks.clear()
+            names = [f"r{4 * step + member}" for member in range(4)]
+            for name in names:
+                changes.start(db, running(name), int(name[1:]), 1, 0.0)
+                changes.renew(db, {(name, 0): 1.0})
+                assert changes.end(db, scored(name), None, "", 1, 0.0, None)
+            changes.drop(db, (names[3], 0), "dropped", None, "stale")
+            changes.commit_step(db, (step, 1, 0.0, "", "{}"), [(name, 0) for name in names[:3]])
+            changes.forget_payloads(db, step - 5)
+            costs.append(len(ticks))
+        kept = db.execute("SELECT count(*) FROM rollouts WHERE payload IS NOT NULL").fetchone()[0]
+    assert kept <= 4 * 7
+    assert sum(costs[380:]) <= 1.1 * sum(costs[20:40])
 
 
 async def test_a_new_life_marks_what_ran_as_lost_and_goes_on_with_higher_attempts(tmp_path: Path) -> None:

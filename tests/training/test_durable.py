@@ -12,12 +12,15 @@ import random
 import sqlite3
 import subprocess
 import sys
+import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from soloist.config import RunConfig, build_config
@@ -25,6 +28,7 @@ from soloist.errors import RunError, UserError
 from soloist.metrics import read_metrics
 from soloist.runtime.ledger import read_counts, read_lineages, read_rollouts, read_steps
 from soloist.seams import Storage, installed_faults
+from soloist.training import run as run_module
 from soloist.training.durable import Job, train_durably
 from soloist.training.run_folder import RunFolder
 from soloist.training.snapshots import SnapshotFolder
@@ -174,6 +178,7 @@ def trained(
     salt: str = "",
     storage: Storage | None = None,
     learner: NumericLearner | None = None,
+    stage: type[Stage] = Stage,
 ) -> tuple[str, list[str]]:
     """Train in the config's folder; returns the learner's hash and what the run said."""
     folder = RunFolder(config)
@@ -184,9 +189,9 @@ def trained(
 
     @asynccontextmanager
     async def open_players(weights: WeightsRef) -> AsyncIterator[Stage]:
-        stage = Stage(mood)
-        await stage.load(weights)
-        yield stage
+        players = stage(mood)
+        await players.load(weights)
+        yield players
 
     job = Job(
         config=config, folder=folder, learner=learner, snapshots=snapshots_of(config, storage),
@@ -622,6 +627,70 @@ def test_with_a_lag_players_go_on_beside_the_learner_and_no_further_than_the_las
         assert len(begun) == STEPS * SIZE
         expected = [min(lag, STEPS - 1 - step) * SIZE for step in range(STEPS)]
         assert ahead[1::2] == expected, "what is under way when the second value update of each step begins"
+
+
+def test_players_go_on_while_results_wait_for_their_write_and_a_hungry_learner_ends_the_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results share a write while the learner computes (here: for a minute); nobody may feel it."""
+    monkeypatch.setattr(run_module, "SHARED_WRITE_S", 60.0)
+    begun: set[int] = set()
+
+    class Slow(NumericLearner):
+        async def update_value(self, rollouts: Sequence[Rollout]) -> dict[str, float | None]:
+            # The only player plays all that may be played now, although no result of it is on disk yet.
+            async with asyncio.timeout(20):
+                while len(begun) < min(STEPS, self.version + 2) * SIZE:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+            return await super().update_value(rollouts)
+
+    async def count(rollout: Rollout) -> bool:
+        begun.add(rollout.place)
+        return await calm(rollout)
+
+    config = config_for(tmp_path, deterministic=False, players=1, max_staleness=1)
+    began = time.monotonic()
+    trained(config, count, learner=Slow())
+    check_history(config)
+    assert time.monotonic() - began < 50, "the learner's hunger ended every wait"
+
+
+class Side(dict[str, Any]):
+    """Notes of a rollout, which can be watched."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+def test_side_data_of_a_rollout_is_gone_once_it_was_trained(tmp_path: Path) -> None:
+    """RB-140, R13: 200 steps with a megabyte beside each rollout; memory and file hold what is under way only."""
+    alive: weakref.WeakSet[Side] = weakref.WeakSet()
+    megabyte = 1 << 20
+
+    class Heavy(Stage):
+        async def play(self, *args: Any, **named: Any) -> Rollout:
+            rollout = await super().play(*args, **named)
+            side = Side(text=f"{rollout.place:07}\n" * (megabyte // 8))
+            alive.add(side)
+            return msgspec.structs.replace(rollout, info=side)
+
+    seen: list[tuple[int, int]] = []
+
+    class Watching(NumericLearner):
+        async def update_policy(self, rollouts: Sequence[Rollout]) -> dict[str, float | None]:
+            seen.append((len(alive), psutil.Process().memory_info().rss))
+            return await super().update_policy(rollouts)
+
+    config = config_for(
+        tmp_path, steps=200, rollouts_per_step=1, players=2, deterministic=False, max_staleness=1, keep_rollouts=0,
+        checkpoint_every=10,
+    )  # fmt: skip
+    trained(config, learner=Watching(), stage=Heavy)
+    check_history(config)
+    counts, memory = zip(*seen, strict=True)
+    assert len(counts) == 200
+    assert max(counts) <= 8, "the trained one, and those that may still enter the next steps"
+    assert memory[-1] - memory[40] < 16 * megabyte, "a tenth of what went through since"
+    assert RunFolder(config).ledger.stat().st_size < 4 * megabyte
 
 
 @pytest.mark.parametrize("on_stale", ["wait", "drop", "train"])

@@ -7,9 +7,11 @@ packing, micro-batches or masks: it walks over single rollouts, token by token.
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import random
 import statistics
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -347,6 +349,26 @@ def test_prepared_rollouts_that_are_never_trained_do_not_pile_up(base: Any, monk
         learner.prepare(msgspec.structs.replace(rollouts[0], rollout_id=f"x{number}"))
     assert len(learner._ready) <= 8
     assert "x99" in learner._ready
+
+
+class Notes(dict[str, Any]):
+    """A rollout's notes, which can be watched."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+def test_what_a_rollout_carries_beside_its_tokens_is_not_kept_by_its_arrays(base: Any) -> None:
+    """RB-140: prepared and never trained (too old, say), its messages and notes must not stay in memory."""
+    learner, _, rollouts = build(base, config_for())
+    alive: weakref.WeakSet[Notes] = weakref.WeakSet()
+    for number in range(20):
+        notes = Notes(text=f"{number}" * 1000)
+        alive.add(notes)
+        learner.prepare(msgspec.structs.replace(rollouts[0], rollout_id=f"x{number}", info=notes))
+    del notes
+    gc.collect()
+    assert len(learner._ready) == 20
+    assert len(alive) == 0
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -61,7 +61,10 @@ class Episode(Protocol):
         """Act, and observe."""
 
     async def score(self) -> tuple[float, dict[str, Any]]:
-        """Final reward and notes. Called once, also for truncated episodes; must raise rather than invent a 0."""
+        """Final reward and notes. Called once, also for truncated episodes; must raise rather than invent a 0.
+
+        It runs on the event loop of all rollouts: what computes for long belongs into the sandbox or a thread.
+        """
 
     async def close(self) -> None:
         """Free everything."""

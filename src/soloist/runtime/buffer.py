@@ -12,12 +12,15 @@ signal that wakes every waiter, so there is no lock to hold and no wake-up to lo
 Guarantees: a wait for full steps is reported after `stall_report_seconds`, again after as many more, and ends the run
 after `stall_limit_seconds`; too many failures end it with the dominant reason; the first error wakes everybody.
 Not covered: deadlines of episodes (the player's), durability (`ledger.py`). A player's wait for a place is reported
-after `stall_limit_seconds` without any change, but doesn't end the run: a long optimizer step looks the same.
+after `stall_limit_seconds` without any change, but doesn't end the run: a long optimizer step looks the same. Time in
+which this process itself stood still (stopped, starved) is told and is nobody's stall; leases may expire by it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -31,6 +34,9 @@ from soloist.runtime.staleness import Admission
 from soloist.runtime.tasks import TaskSource
 from soloist.seams import Clock, SystemClock
 from soloist.types import Rollout
+
+_STANDSTILL_POLLS = 10
+"""So many polls late, a waiter was not running; less is a busy machine."""
 
 
 class RolloutBuffer:
@@ -48,17 +54,27 @@ class RolloutBuffer:
         clock: Clock | None = None,
         on_stall: Callable[[str], None] = lambda report: None,
         on_abort: Callable[[list[str]], None] = lambda rollout_ids: None,
+        on_hunger: Callable[[], None] = lambda: None,
         journal: Journal | None = None,
         sort_by_place: bool | None = None,
         poll_seconds: float = 1.0,
+        awake: Clock | None = None,
     ) -> None:
-        """`sort_by_place` follows `config.deterministic` when None; waiters look at the clock every `poll_seconds`."""
+        """`sort_by_place` follows `config.deterministic` when None; waiters look at the clock every `poll_seconds`.
+
+        `on_hunger` is called whenever somebody begins to wait while the learner waits for a step. `awake` is real
+        time, whatever `clock` is: by it a waiter sees that this process stood still.
+        """
         self._health = config.health
         self._clock = clock or SystemClock()
         self._places = Places(config, source, self._clock, on_abort, journal or NoJournal())
         self._on_stall = on_stall
+        self._on_hunger = on_hunger
         self._sorted = config.deterministic if sort_by_place is None else sort_by_place
         self._poll_seconds = poll_seconds
+        self._awake = awake or SystemClock()
+        self._noticed_at = -math.inf
+        self._standstills: deque[tuple[float, float]] = deque(maxlen=100)  # (seen at, seconds), by `clock` and `awake`
         self._changed = asyncio.Event()
         self._error: Exception | None = None
         self._taking = False
@@ -146,6 +162,11 @@ class RolloutBuffer:
         """
         return self._places.note(lease, waiting_for, finished)
 
+    @property
+    def hungry(self) -> bool:
+        """Whether the learner waits for a step, so that every moment until a rollout is put counts."""
+        return self._taking
+
     def holds(self, lease: Lease) -> bool:
         """Whether the lease is still in force."""
         return self._places.holds(lease)
@@ -217,14 +238,33 @@ class RolloutBuffer:
         """Until the next signal, or until it is time to look at the clock."""
         # Bound before the first await: a signal between a failed try and this wait can't be missed.
         changed = self._changed
+        if self._taking:
+            self._on_hunger()
+        began = self._awake.monotonic()
         try:
             async with asyncio.timeout(self._poll_seconds):
                 await changed.wait()
         except TimeoutError:
+            self._notice_standstill(began)
             self.expire()
+        else:
+            self._notice_standstill(began)
+
+    def _notice_standstill(self, began: float) -> None:
+        now = self._awake.monotonic()
+        lost = now - began - self._poll_seconds
+        # All waiters see the same one; those that began before it was noticed come too late.
+        if lost < _STANDSTILL_POLLS * self._poll_seconds or began < self._noticed_at:
+            return
+        self._noticed_at = now
+        self._standstills.append((self._clock.monotonic(), lost))
+        self._spoke_at += lost
+        self._on_stall(f"this process stood still for {lost:.1f} s; that is nobody's stall")
 
     def _report_stall(self, began: float) -> None:
         now = self._clock.monotonic()
+        # What nobody could have done anything in does not count against the limit.
+        began += sum(lost for seen_at, lost in self._standstills if seen_at >= began)
         report = f"no full step for {now - began:.1f} s"
         if now - began >= self._health.stall_limit_seconds:
             limit = f"health.stall_limit_seconds = {self._health.stall_limit_seconds:g}"

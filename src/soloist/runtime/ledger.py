@@ -10,7 +10,8 @@ disk; no rollout is trained by two steps and no step is committed twice; an atte
 while its lease is in force (the fence); what `ended` accepts is on disk when it returns.
 SQLite runs in write-ahead mode, so readers never block the writer, with `synchronous = FULL`: a committed step
 must survive a power cut, because its weights are published next. Calls that arrive during a write share the next
-one, so the disk is synced once for many rollouts. One thread writes; the event loop never waits for the disk.
+one, so the disk is synced once for many rollouts; `ended` can be told to wait for company for a moment, since a write
+for one rollout costs nearly as much as one for ten. One thread writes; the event loop never waits for the disk.
 Starts, renewals and expiries wait in memory for the next write: a crash forgets them together with what they led to.
 Not covered: the tables (`ledger_rows.py`), when a lease expires (`places.py`), what is done after a crash
 (`training/recovery.py`).
@@ -18,6 +19,7 @@ Not covered: the tables (`ledger_rows.py`), when a lease expires (`places.py`), 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sqlite3
 from collections import deque
@@ -97,6 +99,8 @@ class Ledger:
         self._thread = WorkerThread("ledger")
         self._queue: deque[_Write] = deque()
         self._renewals: dict[changes.Key, float] = {}
+        self._next_write: asyncio.Task[None] | None = None
+        self._hurry = asyncio.Event()
         self._connection: sqlite3.Connection | None = None
         self._closed = False
 
@@ -123,10 +127,18 @@ class Ledger:
         """Note a sign of life; it reaches the disk with the next write."""
         self._renewals[rollout.rollout_id, rollout.attempt] = expires_at
 
-    async def ended(self, rollout: Rollout, fate: Literal["failed", "dropped"] | None = None, reason: str = "") -> bool:
+    async def ended(
+        self,
+        rollout: Rollout,
+        fate: Literal["failed", "dropped"] | None = None,
+        reason: str = "",
+        *,
+        patience_s: float = 0.0,
+    ) -> bool:
         """Store an attempt's result with its whole record: scored when `fate` is None, else why it won't be trained.
 
-        Returns when it is on disk. False: the result came late or twice and was refused; what is on record stays.
+        Returns when it is on disk, which `patience_s` may put off so that others share the write; `hurry` and `commit`
+        end the patience. False: the result came late or twice and was refused; what is on record stays.
         """
         if fate is None and rollout.failure is not None:
             fate = "failed"
@@ -135,9 +147,15 @@ class Ledger:
         if fate is None and rollout.state == "running":
             raise ValueError(f"rollout {rollout.rollout_id} is still running; it ends with a score or with a fate")
         now = self._clock.now()
-        write = self._later(lambda db: changes.end(db, rollout, fate, reason, self.life, now))
-        await self._thread.call(self._flush)
+        # Its last sign of life goes along; left to itself it would take a statement more.
+        expires_at = self._renewals.pop((rollout.rollout_id, rollout.attempt), None)
+        write = self._later(lambda db: changes.end(db, rollout, fate, reason, self.life, now, expires_at))
+        await self._shared_write(patience_s)
         return write.accepted
+
+    def hurry(self) -> None:
+        """Write what waits for company now: somebody needs it."""
+        self._hurry.set()
 
     def expired(self, rollout_id: str, attempt: int, reason: str) -> None:
         """The lease ran out: from here on the attempt's result is refused. On disk with the next write."""
@@ -220,6 +238,10 @@ class Ledger:
         if self._closed:
             return
         self._closed = True
+        self.hurry()
+        if self._next_write is not None:
+            # Its callers hear of an error; `_disconnect` then tries once more.
+            await asyncio.wait({self._next_write})
         try:
             await self._thread.call(self._disconnect)
         finally:
@@ -232,8 +254,28 @@ class Ledger:
         self._queue.append(write)
         return write
 
+    async def _shared_write(self, patience_s: float) -> None:
+        """Until everything queued so far is on disk: with the write that others wait for already, or with a new one."""
+        if self._next_write is None:
+            self._hurry.clear()
+            self._next_write = asyncio.create_task(self._write_in(patience_s), name="ledger write")
+            # Callers that were cancelled don't hear of its error, and the queue is tried again anyway.
+            self._next_write.add_done_callback(lambda task: task.cancelled() or task.exception())
+        if not patience_s:
+            self.hurry()
+        await asyncio.shield(self._next_write)
+
+    async def _write_in(self, patience_s: float) -> None:
+        if patience_s:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._hurry.wait(), patience_s)
+        # From here on whoever comes needs another write, for this one may have seen the queue already.
+        self._next_write = None
+        await self._thread.call(self._flush)
+
     async def _change(self, name: str, write: Callable[[sqlite3.Connection], None]) -> None:
         """Write the queue and then `write`, in one transaction: one sync of the disk for both."""
+        self.hurry()
         await self._thread.call(self._write_queue, name, write)
 
     @property

@@ -20,7 +20,7 @@ VALUES (?, ?, ?, ?, ?, ?, ?, ?, 'running')
 # The fence: the attempt must exist, be of this life, and still hold its lease.
 _END = """
 UPDATE rollouts SET state = ?, status = ?, fate = ?, boundary = ?, reason = ?, ended_at = ?, oldest_version = ?,
-    action_tokens = ?, reward = ?, payload = ?
+    action_tokens = ?, reward = ?, payload = ?, expires_at = coalesce(?, expires_at)
 WHERE rollout_id = ? AND attempt = ? AND life = ? AND state = 'running' AND fate IS NULL
 """
 _RENEW = "UPDATE rollouts SET expires_at = ? WHERE rollout_id = ? AND attempt = ? AND fate IS NULL"
@@ -77,13 +77,24 @@ def renew(db: sqlite3.Connection, expiries: dict[Key, float]) -> None:
     db.executemany(_RENEW, [(expires_at, *key) for key, expires_at in expiries.items()])
 
 
-def end(db: sqlite3.Connection, rollout: Rollout, fate: str | None, reason: str, life: int, now: float) -> bool:
-    """An attempt's result. False: its lease isn't in force (late, twice, of another life); it is noted as refused."""
+def end(
+    db: sqlite3.Connection,
+    rollout: Rollout,
+    fate: str | None,
+    reason: str,
+    life: int,
+    now: float,
+    expires_at: float | None,
+) -> bool:
+    """An attempt's result, and the end of its lease if that was renewed since the last write.
+
+    False: the lease isn't in force (late, twice, of another life); the result is noted as refused.
+    """
     key = (rollout.rollout_id, rollout.attempt)
     state = "scored" if fate is None else rollout.state
     boundary = rollout.failure.boundary if rollout.failure is not None else None
     figures = (rollout.oldest_version, rollout.action_tokens, rollout.reward, encode(rollout))
-    row = (state, rollout.status, fate, boundary, reason, now, *figures, *key, life)
+    row = (state, rollout.status, fate, boundary, reason, now, *figures, expires_at, *key, life)
     if db.execute(_END, row).rowcount == 1:
         return True
     query = "SELECT life, state, coalesce(fate, 'no fate') FROM rollouts WHERE rollout_id = ? AND attempt = ?"
@@ -145,7 +156,8 @@ def seal(db: sqlite3.Connection, step: int, lineage: int, state_hash: str, folde
 def forget_payloads(db: sqlite3.Connection, before_step: int) -> None:
     """Payloads of steps < `before_step`, and of attempts that ended untrained before those of later steps began."""
     db.execute(f"{_FORGET} step < ?", (before_step,))
-    oldest = "SELECT coalesce(min(lease), 0) FROM rollouts WHERE step >= ?"
+    # The plus keeps SQLite from walking all leases from the first one on until a step fits; by step it reads a few.
+    oldest = "SELECT coalesce(min(+lease), 0) FROM rollouts WHERE step >= ?"
     db.execute(f"{_FORGET} step IS NULL AND fate IS NOT NULL AND lease < ({oldest})", (before_step,))
 
 

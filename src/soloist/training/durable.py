@@ -132,6 +132,7 @@ async def _train(
         clock=job.clock,
         on_stall=job.observer.note,
         on_abort=aborts.start,
+        on_hunger=ledger.hurry,
         journal=ledger,
     )
     buffer.restore(found.frontier)

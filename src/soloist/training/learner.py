@@ -52,11 +52,13 @@ from soloist.training.random_state import load_random_state, random_state
 from soloist.training.samples import TokenTable
 from soloist.training.step import Metrics, Step
 from soloist.training.trainee import Trainee
-from soloist.types import Rollout, WeightsRef
+from soloist.types import Rollout, Segment, Turn, WeightsRef
 
 READY_LIMIT = 4096  # rollouts prepared ahead of their step
 
 State = dict[str, tuple[dict[str, Tensor], dict[str, Any]]]
+Source = tuple[list[Segment], list[Turn], float | None]
+"""What a rollout's arrays are made from."""
 
 
 class Learner:
@@ -86,7 +88,7 @@ class Learner:
         self._estimators = Estimators(config.advantage)
         self._packed = packs(policy) and (value is None or packs(value.backbone))
         self._step: Step | None = None
-        self._ready: dict[str, tuple[Rollout, RolloutArrays]] = {}
+        self._ready: dict[str, tuple[Source, RolloutArrays]] = {}
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
@@ -218,7 +220,8 @@ class Learner:
             arrays = rollout_arrays(rollout)
         except ValueError:
             return
-        self._ready[rollout.rollout_id] = rollout, arrays
+        # Not the rollout itself: one that is never trained would keep its messages and notes in memory.
+        self._ready[rollout.rollout_id] = (rollout.segments, rollout.turns, rollout.score), arrays
         if len(self._ready) > READY_LIMIT:  # rollouts that were dropped for their age are never asked for
             for rollout_id in list(self._ready)[: READY_LIMIT // 2]:
                 self._ready.pop(rollout_id, None)
@@ -226,8 +229,9 @@ class Learner:
     def _arrays(self, rollouts: Sequence[Rollout]) -> list[RolloutArrays]:
         arrays = []
         for rollout in rollouts:
-            known, own = self._ready.pop(rollout.rollout_id, (None, None))
-            arrays.append(own if own is not None and _same_tokens(known, rollout) else rollout_arrays(rollout))
+            known = self._ready.pop(rollout.rollout_id, None)
+            ready = known is not None and _same_source(known[0], rollout)
+            arrays.append(known[1] if known is not None and ready else rollout_arrays(rollout))
         return arrays
 
     def _micro_batches(self, batch: StepBatch, members: list[int] | None = None) -> list[MicroBatch]:
@@ -308,10 +312,10 @@ class Learner:
         self._step = None
 
 
-def _same_tokens(known: Rollout | None, rollout: Rollout) -> bool:
-    """Whether two records of one id hold the same tokens and rewards; the buffer marks rollouts on copies."""
-    same = known is not None and known.segments is rollout.segments and known.turns is rollout.turns
-    return same and known is not None and known.score == rollout.score
+def _same_source(known: Source, rollout: Rollout) -> bool:
+    """Whether arrays were made from these tokens and rewards; the buffer marks rollouts on copies."""
+    segments, turns, score = known
+    return segments is rollout.segments and turns is rollout.turns and score == rollout.score
 
 
 def _advantage_metrics(advantages_T: Tensor) -> Metrics:

@@ -3,6 +3,7 @@
  task        consumes                 produces          waits for                     woken by
  train       a full step of rollouts  weights of v + 1  `take`: the step is full      a rollout that takes its place
  player n    a place and its task     one rollout       `lease`: a place is free      a step taken, new weights
+ record r    one rollout              a trainable one   the disk; a pause if it broke the ledger
  (buffer)    time                     stall reports     nobody                        whoever waits
 
 With a `lag`, `train` also waits in `publish`: for full steps of the engines' version, before they load the next.
@@ -21,7 +22,7 @@ async def train(run: Run) -> None:
     """Take `steps` optimizer steps. Any task that fails ends the run with its error."""
     timed = run.stopwatch.timed
     async with asyncio.TaskGroup() as group:
-        players = [group.create_task(play(run), name=f"player {n}") for n in range(run.config.players)]
+        players = [group.create_task(play(run, group), name=f"player {n}") for n in range(run.config.players)]
         for step in range(run.first_step, run.config.steps):
             rollouts = await timed("wait_for_rollouts", run.buffer.take(version=step))
             for _ in range(run.config.value_updates):  # the critic learns faster: K = 2
@@ -37,10 +38,12 @@ async def train(run: Run) -> None:
             player.cancel()
 
 
-async def play(run: Run) -> None:
+async def play(run: Run, group: asyncio.TaskGroup) -> None:
     """Play one rollout after another, for ever. A rollout that breaks is data; it never ends the player."""
     while True:
         lease = await run.buffer.lease(lambda: run.engines.version)
         rollout = await run.played(lease)
         if rollout is not None:  # else its lease ran out, and the place is somebody else's
-            await run.ended(lease, rollout)
+            record = group.create_task(run.ended(lease, rollout), name=f"record of {lease.rollout_id}")
+            if rollout.failure is not None:  # a player pauses after what broke; else the next game need not wait
+                await record

@@ -32,6 +32,8 @@ from soloist.types import Rollout, Sampling, Task, WeightsRef
 
 LONGEST_PAUSE_S = 30.0
 """Of a player whose rollouts keep failing."""
+SHARED_WRITE_S = 0.2
+"""For how long the results of rollouts are gathered for one write while the learner computes; a death forgets them."""
 
 
 class Engines(Protocol):
@@ -132,7 +134,11 @@ class Run:
         """Put an ended rollout on record, then into the buffer: what can be trained is on disk before."""
         self.buffer.note(lease, "its record", finished=True)
         aborted = rollout.status == "aborted"
-        if not await self.ledger.ended(rollout, "dropped" if aborted else None, "aborted" if aborted else ""):
+        patience_s = 0.0 if self.buffer.hungry else SHARED_WRITE_S
+        ended = self.ledger.ended(
+            rollout, "dropped" if aborted else None, "aborted" if aborted else "", patience_s=patience_s
+        )
+        if not await ended:
             self.buffer.refused()
             return
         self.learner.prepare(rollout)  # while the learner's thread computes

@@ -100,6 +100,11 @@ class Child:
         """Process id."""
         return self._process.pid
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal ended it, and not a decision of its own."""
+        return (self._process.returncode or 0) < 0
+
     def send(self, order: Order) -> None:
         """Queue an order; it is lost when the child is gone, as `receive` will tell. Raises FrameError if too large."""
         if not self._writer.is_closing():

@@ -8,7 +8,8 @@ Who waits for what:
 
 Guarantees: a crash of the child is noticed at once (its socket ends) and logged with its last words; a fresh child has
 the last good weights before any request goes on; restarted requests begin again at their prompt, so a completion never
-mixes two children; after `restarts` crashes the engine is lost and tells everybody. No child outlives this process.
+mixes two children; after `restarts` crashes the engine is lost and tells everybody. A child that is killed during its
+first start is replaced, too; one that gives up then is not, as the next would, too. No child outlives this process.
 Not covered: choosing among engines (`pool`), weights files (`runtime/weights.py`).
 """
 
@@ -53,6 +54,10 @@ HEALTH_SECONDS = 5.0
 """How long `health` waits for fresh numbers before it reports the last known ones."""
 
 _log = logging.getLogger("soloist.engines")
+
+
+class _KilledAtStartError(RunError):
+    """Something outside ended a child before it served."""
 
 
 class LocalEngine:
@@ -118,10 +123,13 @@ class LocalEngine:
         return self._child.pid if self._child else None
 
     async def start(self) -> None:
-        """Start the child and wait until it serves. Raises RunError with the child's last words when it can't."""
+        """Start the child and wait until it serves. Raises RunError with the child's last words when it can't.
+
+        A child that something kills meanwhile is replaced while the budget of restarts lasts.
+        """
         if self._supervisor is not None or self._closed:
             raise RunError(f"engine '{self.name}' was started before; build a new one")
-        child = await self._launch()
+        child = await self._first_child()
         self._child = child
         self._supervisor = asyncio.create_task(self._supervise(child), name=f"supervisor of engine {self.name}")
 
@@ -229,6 +237,16 @@ class LocalEngine:
             await child.end(CLOSE_SECONDS)
         self._desk.fail_all(f"engine '{self.name}' was closed")
 
+    async def _first_child(self) -> Child:
+        while True:
+            try:
+                return await self._launch()
+            except _KilledAtStartError as error:
+                if self.restarts >= self._config.restarts:
+                    raise
+                self.restarts += 1
+                _log.warning("%s; restart %d of %d", error, self.restarts, self._config.restarts)
+
     async def _launch(self) -> Child:
         """A fresh child with the last good weights. Raises RunError when it does not come to serve."""
         child = await Child.spawn(self._config.threads)
@@ -237,7 +255,9 @@ class LocalEngine:
                 child.send(self._start)
                 ready = await child.receive()
                 if not isinstance(ready, Ready):
-                    raise RunError(f"engine '{self.name}' did not start: {await child.end(EXIT_SECONDS)}")
+                    words = await child.end(EXIT_SECONDS)
+                    error = _KilledAtStartError if child.was_killed else RunError
+                    raise error(f"engine '{self.name}' did not start: {words}")
                 self._desk.vocab_size = ready.vocab_size
                 await self._restore(child)
         except (TimeoutError, FrameError) as error:
