@@ -33,7 +33,7 @@ from soloist.training.observer import SilentObserver
 from soloist.training.stages import run_stages
 
 ROOT = Path(__file__).parents[1]
-GRID = (2e-4, 4.5e-4, 1e-3)
+GRID = (1e-4, 2e-4, 4.5e-4, 1e-3)
 SEEDS = (0, 1, 2)
 WINDOW = 8
 GROUPS = {"advantage.adv_estimator": "group_relative", "group_size": "8"}
