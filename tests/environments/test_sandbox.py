@@ -211,7 +211,8 @@ async def test_sixteen_verifications_that_compute_for_long_leave_the_loop_free_a
     while not all(call.done() for call in calls):
         await asyncio.sleep(0.005)
         turns, most = turns + 1, max(most, len(workers()))
-    assert turns >= 20
+    # A call that held up the loop would let it turn once or twice in all.
+    assert turns >= 8
     assert 1 <= most <= 4
     assert {await call for call in calls} == {"TimeoutError: more than 0.3 s of computation"}
 

@@ -46,7 +46,8 @@ def numbered(index: int) -> Task:
 
 def make_buffer(config: dict[str, Any] | None = None, **options: Any) -> RolloutBuffer:
     settings = {"rollouts_per_step": 2, "max_staleness": 1, "players": 4, **(config or {})}
-    options = {"clock": FakeClock(), "poll_seconds": 0.001, **options}
+    # Time that stands still for `awake`: a busy machine would look like a process that was stopped.
+    options = {"clock": FakeClock(), "awake": FakeClock(), "poll_seconds": 0.001, **options}
     return RolloutBuffer(RunConfig.model_validate(settings), TaskSource(numbered), **options)
 
 

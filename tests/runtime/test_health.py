@@ -120,11 +120,12 @@ async def test_a_long_wait_is_reported_again_and_again_and_a_short_one_never() -
 
     async with reported_wait(report, every_s=0.01):
         await asyncio.wait_for(three.wait(), 10)
+    count = len(said)  # on a busy machine a fourth may come before the wait ends
     assert said == sorted(said)
     assert said[0] >= 0.009
     async with reported_wait(report, every_s=1000):
         await asyncio.sleep(0)
-    assert len(said) == 3
+    assert len(said) == count
     assert [
         task for task in asyncio.all_tasks() if task.get_name() == "report of a wait" and not task.cancelling()
     ] == []
