@@ -357,6 +357,7 @@ def test_ctrl_c_and_sigterm_say_how_to_go_on_and_twice_is_at_once(
     check_lineage(last.folder)
 
 
+@pytest.mark.slow
 def test_a_stopped_engine_is_reported_and_replaced_but_not_for_ever(
     start: Callable[..., RunProcess], command: Callable[..., list[str]]
 ) -> None:
