@@ -20,7 +20,7 @@ PACKAGE = Path(soloist.__file__).parent
 # the files of floor 0 are one room, and so are those of floor 9.
 FLOORS = {
     "errors": 0, "types": 0, "seams": 0, "metrics": 0, "methods": 0, "estimators": 0, "config": 0, "config_files": 0,
-    "config_sections": 0, "config_rules": 0, "config_uses": 0,
+    "config_sections": 0, "config_tree": 0, "config_rules": 0, "config_uses": 0,
     "algorithms": 1,
     "models": 2,
     "engines": 3, "environments": 3,

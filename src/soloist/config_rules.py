@@ -5,23 +5,19 @@ Not covered: settings that nothing reads (`config_uses.py`), and rules about bud
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from soloist.config_tree import RunSettings
 from soloist.estimators import ADV_ESTIMATORS
 from soloist.methods import LOSS_METHODS
-
-if TYPE_CHECKING:
-    from soloist.config import RunConfig
 
 Rule = tuple[bool, str]
 
 
-def method_rules(c: RunConfig) -> list[Rule]:
+def method_rules(c: RunSettings) -> list[Rule]:
     """Rules about the policy loss and the advantages, as (is broken, sentence)."""
     return [*_loss_rules(c), *_estimator_rules(c)]
 
 
-def _loss_rules(c: RunConfig) -> list[Rule]:
+def _loss_rules(c: RunSettings) -> list[Rule]:
     loss, method = c.loss, LOSS_METHODS[c.loss.policy_loss]
     updates, recomputes = c.policy.epochs * c.policy.minibatches, c.loss.old_log_probs == "recompute"
     # Whether a correction for the engine's probabilities can matter where the ratio is 1; clipping can't.
@@ -51,7 +47,7 @@ def _loss_rules(c: RunConfig) -> list[Rule]:
     ]
 
 
-def _why_old(c: RunConfig) -> str:
+def _why_old(c: RunSettings) -> str:
     method = LOSS_METHODS[c.loss.policy_loss]
     if "rollout" not in method.old_log_probs:
         return "its correction π_old/μ would be 1 at every token"
@@ -60,7 +56,7 @@ def _why_old(c: RunConfig) -> str:
     return "its ratio is to the recorded probability, no older policy is kept"
 
 
-def _estimator_rules(c: RunConfig) -> list[Rule]:
+def _estimator_rules(c: RunSettings) -> list[Rule]:
     name, estimator = c.advantage.adv_estimator, ADV_ESTIMATORS[c.advantage.adv_estimator]
     repeats = bool(c.environment.tasks) or c.environment.distinct_tasks > 0
     by_task = name == "running_mean" and c.advantage.running_mean_over == "task"

@@ -8,15 +8,13 @@ Not covered: values that contradict each other although all are read (`config.py
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pydantic import BaseModel
 
+from soloist.config_tree import RunSettings
 from soloist.estimators import ADV_ESTIMATORS
 from soloist.methods import LOSS_METHODS
-
-if TYPE_CHECKING:
-    from soloist.config import RunConfig
 
 LOSS_SETTINGS = (
     "eps_low",
@@ -39,12 +37,12 @@ class Use(NamedTuple):
 
     keys: tuple[str, ...]
     """Dotted; `value.*` is the whole section."""
-    read: Callable[[RunConfig], bool]
+    read: Callable[[RunSettings], bool]
     remedy: str
     """What a user does who wants them to count, or not to be complained about."""
 
 
-def _estimator(c: RunConfig, setting: str) -> bool:
+def _estimator(c: RunSettings, setting: str) -> bool:
     return setting in ADV_ESTIMATORS[c.advantage.adv_estimator].settings
 
 
@@ -118,7 +116,7 @@ USES: tuple[Use, ...] = (
 )
 
 
-def unused(config: RunConfig) -> Iterator[str]:
+def unused(config: RunSettings) -> Iterator[str]:
     """One sentence for each key that was set and that nothing would read: key, value and remedy."""
     for use in USES:
         if use.read(config):
@@ -130,7 +128,7 @@ def unused(config: RunConfig) -> Iterator[str]:
                 yield f"{name} = {value!r} would not be read with these settings; {way_out}"
 
 
-def _set_values(config: RunConfig, key: str) -> Iterator[tuple[str, object, object]]:
+def _set_values(config: RunSettings, key: str) -> Iterator[tuple[str, object, object]]:
     """(dotted name, value, default) of the keys meant by `key` that differ from their defaults."""
     *sections, last = key.split(".")
     node: BaseModel = config
