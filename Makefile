@@ -1,6 +1,6 @@
 # quickstart  train the calculator agent on this machine; nothing but python3 (3.11 or newer) is needed
 # test        install what the tests need and run them
-# test-slow   three minutes of crashes, beside the everyday suite; CI runs it
+# test-slow   what takes long: crashes, all recipes, stopped engines (about seven minutes); CI runs it too
 # check       all that must be clean before a commit: format, lint, types, tests (warnings are errors)
 # lint        the static part of check
 # bench       engine, learner and parity against their references (about ten minutes; leave the machine alone)

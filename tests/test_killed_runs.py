@@ -244,6 +244,7 @@ def advice(run: RunProcess) -> list[str]:
     return shlex.split(command)
 
 
+@pytest.mark.slow
 def test_a_killed_engine_costs_no_step_and_changes_no_weight(
     start: Callable[..., RunProcess], command: Callable[..., list[str]], uninterrupted: Path
 ) -> None:
@@ -327,6 +328,7 @@ def test_a_run_killed_after_its_last_checkpoint_is_marked_as_done(
     assert check_lineage(folder) == list(range(STEPS * SIZE))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_ctrl_c_and_sigterm_say_how_to_go_on_and_twice_is_at_once(
     start: Callable[..., RunProcess], command: Callable[..., list[str]]

@@ -109,6 +109,7 @@ async def test_five_steps_equal_a_plain_loop_byte_for_byte(prepared: Path) -> No
     assert any(not torch.equal(state[name], start[name.removeprefix("policy/")]) for name in moved), "it did train"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_lag_of_two_gives_the_same_bits_again_and_every_rollout_is_exactly_so_old(prepared: Path) -> None:
     """Generation overlaps with training here, and the order of arrival is another one each time."""
@@ -128,6 +129,7 @@ def test_a_lag_of_two_gives_the_same_bits_again_and_every_rollout_is_exactly_so_
     assert [one.state_hash for one in synchronous][1:] != hashes[0][1:]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_the_mismatch_that_is_measured_grows_with_the_alteration_and_comes_again_bit_for_bit(prepared: Path) -> None:
     """Engine and learner disagree on purpose, and the probe at the start says by how much."""
