@@ -266,6 +266,7 @@ def test_a_killed_engine_costs_no_step_and_changes_no_weight(
     assert different_tensors(run.folder, uninterrupted) == []
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on_to_the_same_weights(
     start: Callable[..., RunProcess], command: Callable[..., list[str]], uninterrupted: Path
 ) -> None:
