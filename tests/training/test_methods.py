@@ -280,7 +280,7 @@ def test_group_advantages_compare_rollouts_of_one_group_in_any_order(base: Any) 
     deviation = math.sqrt(sum((score - mean) ** 2 for score in scores) / 3)
     for name, scale in (("group_mean", 1.0), ("group_relative", deviation)):
         found = []
-        for order in (rollouts, rollouts[::3] + rollouts[2::3] + rollouts[1::3]):
+        for order in (rollouts, rollouts[::2] + rollouts[1::2]):
             learner = learner_for(base, config_for(**estimator_for(name)))
             learner.update_policy(order)
             firsts = [row[1][0] for row in learner.tokens.rows()]
