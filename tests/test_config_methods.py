@@ -41,6 +41,7 @@ UNREAD: dict[str, dict[str, Any]] = {
     "loss.": {"loss": {"policy_loss": "importance_weighting"}},
     "loss.fixed_length": {},
     "advantage.": {"advantage": {"adv_estimator": "group_mean"}, "group_size": 8},
+    "advantage.whiten": {"advantage": {"adv_estimator": "reinforce_pp"}},
     "value": {"advantage": {"adv_estimator": "reinforce_pp"}},
     "model.experts": {},
     "model.": {"model": {"path": "some/folder"}},
@@ -187,6 +188,10 @@ def test_a_method_fills_in_its_own_settings_and_keeps_what_was_set(name: str) ->
         ),
         ({"loss": {"policy_loss": "importance_weighting"}, "policy": {"minibatches": 2}}, ["no trust region"]),
         ({"advantage": {"overlong_buffer": 300}}, ["overlong_buffer = 300", "max_tokens = 200"]),
+        (
+            {"loss": {"policy_loss": "tis", "eps_low": 0.1}},
+            ["'tis'", "eps_low = 0.1", "would not be read", "minibatches"],
+        ),
         ({"loss": {"policy_loss": "icepop", "icepop_low": 6.0}}, ["icepop_low = 6.0", "icepop_high = 5.0", "swap"]),
     ],
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from soloist.config_tree import RunSettings
 from soloist.estimators import ADV_ESTIMATORS
-from soloist.methods import LOSS_METHODS
+from soloist.methods import LOSS_METHODS, Setting
 
 Rule = tuple[bool, str]
 
@@ -40,11 +40,23 @@ def _loss_rules(c: RunSettings) -> list[Rule]:
             "'rollout', or policy.minibatches or policy.epochs above 1",
         ),
         (
+            updates == 1 and corrected and (loss.eps_low, loss.eps_high) != _own_eps(loss.policy_loss),
+            f"policy_loss = '{loss.policy_loss}' with one update a step has a ratio of 1 at every token, so that "
+            f"eps_low = {loss.eps_low} and eps_high = {loss.eps_high} would not be read; leave them out, or set "
+            "policy.minibatches or policy.epochs above 1",
+        ),
+        (
             loss.icepop_low is not None and loss.icepop_high is not None and loss.icepop_low > loss.icepop_high,
             f"loss.icepop_low = {loss.icepop_low} exceeds loss.icepop_high = {loss.icepop_high}, so no token would "
             "be kept; swap them",
         ),
     ]
+
+
+def _own_eps(policy_loss: str) -> tuple[Setting | None, Setting | None]:
+    """Both epsilons as the method has them."""
+    settings = LOSS_METHODS[policy_loss].settings
+    return settings.get("eps_low"), settings.get("eps_high")
 
 
 def _why_old(c: RunSettings) -> str:

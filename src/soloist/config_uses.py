@@ -69,6 +69,11 @@ USES: tuple[Use, ...] = (
     *map(_of_estimator, ("gamma", "lambda_policy", "length_adaptive_alpha", "bootstrap_truncated", "order")),
     *map(_of_estimator, ("running_mean_over", "running_mean_window", "spo_offline_samples")),
     Use(
+        ("advantage.whiten",),
+        lambda c: not ADV_ESTIMATORS[c.advantage.adv_estimator].whitens,
+        "leave it out: this adv_estimator whitens in any case",
+    ),
+    Use(
         ("value.*", "value_pretraining.*"),
         lambda c: ADV_ESTIMATORS[c.advantage.adv_estimator].critic,
         "leave it out: this adv_estimator has no value model; skip_observation_gae has one",
@@ -99,12 +104,10 @@ USES: tuple[Use, ...] = (
         "leave it out, or set engine.device = 'cuda'",
     ),
     Use(
-        ("sft.batch_size", "sft.lr", "sft.warmup_steps", "sft.weight_decay", "sft.max_grad_norm"),
-        lambda c: c.sft.steps > 0,
-        "leave it out, or set sft.steps above 0",
-    ),
-    Use(
-        ("sft.good", "sft.miscopied"),
+        (
+            *("sft.batch_size", "sft.lr", "sft.warmup_steps", "sft.weight_decay", "sft.max_grad_norm"),
+            *("sft.good", "sft.miscopied"),
+        ),
         lambda c: c.sft.steps > 0,
         "leave it out, or set sft.steps above 0",
     ),

@@ -21,6 +21,8 @@ class AdvEstimator:
     """Whether it compares the rollouts of a group, so that `group_size` must be 2 or more."""
     repeats: bool = False
     """Whether it remembers tasks, so that tasks must come again."""
+    whitens: bool = False
+    """Whether it whitens in any case, so that the switch `whiten` would change nothing."""
     settings: tuple[str, ...] = ()
     """Keys of the config's section `advantage` that it reads, beside those that all do."""
     source: str
@@ -37,6 +39,6 @@ ADV_ESTIMATORS: dict[str, AdvEstimator] = {
     "group_mean": AdvEstimator(groups=True, source="Dr. GRPO, arXiv 2503.20783"),
     "running_mean": AdvEstimator(settings=("running_mean_over", "running_mean_window"), source="SAO, section 4.5"),
     "spo": AdvEstimator(repeats=True, settings=("spo_offline_samples",), source="SPO, arXiv 2509.13232"),
-    "reinforce_pp": AdvEstimator(settings=("gamma",), source="REINFORCE++, arXiv 2501.03262"),
+    "reinforce_pp": AdvEstimator(whitens=True, settings=("gamma",), source="REINFORCE++, arXiv 2501.03262"),
 }
 """By the name that `advantage.adv_estimator` takes."""

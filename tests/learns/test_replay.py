@@ -17,7 +17,7 @@ from soloist.metrics import read_metrics
 from soloist.runtime.ledger import read_steps
 from soloist.seams import sha256_of
 from soloist.training.observer import SilentObserver
-from soloist.training.replay import replay
+from soloist.training.replay import replay, without_old_method
 from soloist.training.stages import run_stages
 
 STEPS = 5
@@ -101,6 +101,14 @@ def test_another_method_is_replayed_with_its_own_settings_and_not_those_of_the_o
     assert [step["step"] for step in steps] == [0, 1]
     assert "ppo/clip_frac" in steps[0]
     assert "critic/loss" not in steps[0]
+
+
+def test_a_method_named_again_keeps_the_settings_of_the_run() -> None:
+    raw = {"loss": {"policy_loss": "dis", "eps_low": 0.1}, "advantage": {"adv_estimator": "spo", "whiten": True}}
+    again = {"loss.policy_loss": "dis", "advantage.adv_estimator": "spo"}
+    assert without_old_method(raw, again) == raw
+    other = without_old_method(raw, {"loss.policy_loss": "ppo", "advantage.adv_estimator": "group_mean"})
+    assert other == {"loss": {}, "advantage": {"whiten": True}}
 
 
 @pytest.mark.parametrize(

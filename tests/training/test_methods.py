@@ -325,6 +325,81 @@ def train(learner: Learner, rollouts: list[Rollout]) -> None:
     learner.update_policy(rollouts)
 
 
+def turns_of(rollout: Rollout) -> list[int]:
+    """Turn of each action token in time order, by the record of the turns."""
+    found = []
+    for index, segment in enumerate(rollout.segments):
+        for position, is_action in enumerate(segment.action_mask):
+            if is_action:
+                (turn,) = [
+                    number
+                    for number, turn in enumerate(rollout.turns)
+                    if turn.segment == index and turn.start <= position < turn.end
+                ]
+                found.append(turn)
+    return found
+
+
+def plain_step_gae(rollout: Rollout, values: list[float], gamma: float, alpha: float, value_of: str) -> list[float]:
+    """Advantages of turns, one loop over turns from the last to the first; each token has its turn's."""
+    turns = turns_of(rollout)
+    count = max(turns) + 1
+    tokens = [[v for v, turn in zip(values, turns, strict=True) if turn == number] for number in range(count)]
+    value = [sum(own) / len(own) if value_of == "mean" else own[-1] for own in tokens]
+    lam = max(0.0, 1 - 1 / (alpha * count))
+    advantages, after, following = [0.0] * count, 0.0, 0.0
+    for number in reversed(range(count)):
+        reward = rollout.turns[number].reward + (rollout.score if number == count - 1 else 0.0)
+        after = reward + gamma * following - value[number] + gamma * lam * after
+        advantages[number], following = after, value[number]
+    return [advantages[turn] for turn in turns]
+
+
+@pytest.mark.parametrize("value_of", ["mean", "last"])
+def test_advantages_of_turns_are_those_of_a_plain_loop_over_them(base: Any, value_of: str) -> None:
+    rollouts = [
+        msgspec.structs.replace(
+            rollout, turns=[msgspec.structs.replace(turn, reward=0.3 * n) for n, turn in enumerate(rollout.turns)]
+        )
+        for rollout in rollouts_of(base)
+    ]
+    advantage = {"adv_estimator": f"step_gae_{value_of}", "gamma": 0.9, "length_adaptive_alpha": 1.2}
+    learner = learner_for(base, config_for(advantage=advantage))
+    train(learner, rollouts)
+    for rollout, (_, advantages, values, _) in zip(rollouts, learner.tokens.rows(), strict=True):
+        assert advantages == pytest.approx(plain_step_gae(rollout, values, 0.9, 1.2, value_of), abs=1e-5)
+    assert len({len(rollout.turns) for rollout in rollouts}) > 1
+
+
+def test_returns_of_reinforce_are_discounted_from_the_end_and_whitened(base: Any) -> None:
+    rollouts = rollouts_of(base)
+    learner = learner_for(base, config_for(advantage={"adv_estimator": "reinforce_pp", "gamma": 0.9}))
+    learner.update_policy(rollouts)
+    returns = [
+        rollout.score * 0.9 ** (n - 1 - t) for rollout in rollouts for n in [rollout.action_tokens] for t in range(n)
+    ]
+    mean = sum(returns) / len(returns)
+    deviation = math.sqrt(sum((one - mean) ** 2 for one in returns) / len(returns))
+    expected = [(one - mean) / deviation for one in returns]
+    assert learner.tokens.advantages_T.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("over", ["global", "task"])
+def test_a_running_mean_is_over_the_rewards_of_earlier_steps_of_all_or_of_the_task(base: Any, over: str) -> None:
+    advantage = {"adv_estimator": "running_mean", "running_mean_over": over, "running_mean_window": 4}
+    changes = {"advantage": advantage, "environment": {"distinct_tasks": 2}, "policy": {"lr": 1e-3}}
+    learner = learner_for(base, config_for(**changes))
+    first = [msgspec.structs.replace(one, score=float(one.task_id == "t1")) for one in rollouts_of(base)]
+    learner.update_policy(first)
+    assert [row[1][0] for row in learner.tokens.rows()] == pytest.approx([-0.5] * 4 + [0.5] * 4), "of itself"
+    second = rollouts_of(base, seed=4)
+    learner.update_policy(second)
+    # The last four of all rewards are half of the first step's eight, on average over their orders.
+    baselines = [0.5] * 8 if over == "global" else [0.0] * 4 + [1.0] * 4
+    expected = [rollout.score - baseline for rollout, baseline in zip(second, baselines, strict=True)]
+    assert [row[1][0] for row in learner.tokens.rows()] == pytest.approx(expected)
+
+
 def test_spo_forgets_by_how_far_the_policy_moved_on_the_previous_answer(base: Any) -> None:
     config = config_for(**estimator_for("spo"), policy={"lr": 1e-3})
     learner = learner_for(base, config)

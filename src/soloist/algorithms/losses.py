@@ -112,17 +112,11 @@ def metrics_of(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, float | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Tokens:
+class _Tokens(LossInputs):
     """Checked inputs in fp32 or better, neutral (d = 0, A = 0, w = 0) where a token is absent."""
 
-    log_probs_T: Tensor
-    rollout_log_probs_T: Tensor
-    old_log_probs_T: Tensor
-    advantages_T: Tensor
-    weights_T: Tensor
-    staleness_T: Tensor
-    statistics: StepStatistics
     live_T: Tensor
+    """Tokens that are not absent, bool [T]."""
     limit: float
     """d at which ratios saturate; it depends on the type that the gradient will have."""
 

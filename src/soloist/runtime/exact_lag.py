@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from soloist.runtime.staleness import Mode, StepState
+from soloist.runtime.staleness import Mode, StepState, check_shape, refuse_future
 
 
 class ExactLag:
@@ -36,12 +36,7 @@ class ExactLag:
     """Nothing is dropped for its age, as in the mode of `Admission` with this name."""
 
     def __init__(self, capacity: int, lag: int, unit_size: int = 1, step: int = 0) -> None:
-        if unit_size < 1 or capacity < 1 or capacity % unit_size:
-            raise ValueError(
-                f"capacity = {capacity} rollouts a step is not a multiple of unit_size = {unit_size}; make it one"
-            )
-        if lag < 0 or step < 0:
-            raise ValueError(f"lag = {lag} and step = {step} must be ≥ 0")
+        check_shape(capacity, unit_size, lag=lag, step=step)
         self.capacity = capacity
         self.unit_size = unit_size
         self.max_staleness = lag
@@ -72,7 +67,7 @@ class ExactLag:
         """
         if unit in self._running or any(unit in units for units in self._occupied.values()):
             raise ValueError(f"unit {unit} is already running or scored; release it before reserving again")
-        self._refuse_future(unit, version)
+        refuse_future(unit, version, self.step)
         if version != self.version or self._free() <= 0:
             return None
         self._attempts += 1
@@ -82,7 +77,7 @@ class ExactLag:
     def join(self, unit: int, version: int) -> bool:
         """Whether tokens of `version` may join a running unit. Raises ValueError for a unit that isn't running."""
         self._refuse_unknown(unit)
-        self._refuse_future(unit, version)
+        refuse_future(unit, version, self.step)
         return version == self.version
 
     def occupy(self, unit: int, oldest_version: int) -> int:
@@ -101,7 +96,7 @@ class ExactLag:
         Restored in order of version and unit, all return to the steps that they had: a step was full before the next
         one began, and units are handed out in order.
         """
-        self._refuse_future(unit, oldest_version)
+        refuse_future(unit, oldest_version, self.step)
         if oldest_version != self.version or self._free() <= 0:
             return None
         self._attempts += 1
@@ -200,10 +195,3 @@ class ExactLag:
     def _refuse_unknown(self, unit: int) -> None:
         if unit not in self._running:
             raise ValueError(f"unit {unit} isn't running; running: {sorted(self._running)}")
-
-    def _refuse_future(self, unit: int, version: int) -> None:
-        if version > self.step:
-            raise ValueError(
-                f"unit {unit} has version {version}, newer than step {self.step} that is trained next: its staleness "
-                "would be negative; the engine stamps wrong versions"
-            )

@@ -38,6 +38,26 @@ Mode = Literal["wait", "drop", "train"]
 StepState = Literal["waiting", "ready", "stuck"]
 
 
+def check_shape(capacity: int, unit_size: int, **others: int) -> None:
+    """Raise ValueError unless a step of `capacity` rollouts holds whole units and no other number is negative."""
+    if unit_size < 1 or capacity < 1 or capacity % unit_size:
+        raise ValueError(
+            f"capacity = {capacity} rollouts a step is not a multiple of unit_size = {unit_size}; make it one"
+        )
+    if min(others.values()) < 0:
+        found = " and ".join(f"{name} = {value}" for name, value in others.items())
+        raise ValueError(f"{found} must be ≥ 0")
+
+
+def refuse_future(unit: int, version: int, step: int) -> None:
+    """Raise ValueError for tokens of a version that does not exist while `step` is the next to be trained."""
+    if version > step:
+        raise ValueError(
+            f"unit {unit} has version {version}, newer than step {step} that is trained next: its staleness "
+            "would be negative; the engine stamps wrong versions"
+        )
+
+
 class Admission:
     """Places of units in the current and in future steps.
 
@@ -47,12 +67,7 @@ class Admission:
     def __init__(
         self, capacity: int, max_staleness: int, mode: Mode = "wait", unit_size: int = 1, step: int = 0
     ) -> None:
-        if unit_size < 1 or capacity < 1 or capacity % unit_size:
-            raise ValueError(
-                f"capacity = {capacity} rollouts a step is not a multiple of unit_size = {unit_size}; make it one"
-            )
-        if max_staleness < 0 or step < 0:
-            raise ValueError(f"max_staleness = {max_staleness} and step = {step} must be ≥ 0")
+        check_shape(capacity, unit_size, max_staleness=max_staleness, step=step)
         self.capacity = capacity
         self.unit_size = unit_size
         self.max_staleness = max_staleness
@@ -76,7 +91,7 @@ class Admission:
         """
         if unit in self._bounds or any(unit in units for units in self._occupied.values()):
             raise ValueError(f"unit {unit} is already running or scored; release it before reserving again")
-        self._refuse_future(unit, version)
+        refuse_future(unit, version, self.step)
         # Feasibility grows with the version and nothing has changed since, so the answer is the same.
         if version <= self._refused:
             return None
@@ -95,7 +110,7 @@ class Admission:
 
         False, with nothing changed: no place of the unit could obey the bound, so these tokens must not join it.
         """
-        self._refuse_future(unit, version)
+        refuse_future(unit, version, self.step)
         bound = min(self._bounds[unit], version + self.max_staleness)
         held = self._reserved[unit]
         if self.mode != "train" and held is not None and held > bound:
@@ -118,7 +133,7 @@ class Admission:
         None (only under `drop`): no place within the bound, the unit counts as dropped. Raises ValueError for versions
         of the future, and under `wait` for a version so old that no place obeys the bound (check with `join`).
         """
-        self._refuse_future(unit, oldest_version)
+        refuse_future(unit, oldest_version, self.step)
         # Freed first, so that its own place counts as room for the reservations that must move.
         held = self._reserved.pop(unit)
         step = self._earliest_place(oldest_version + self.max_staleness)
@@ -141,7 +156,7 @@ class Admission:
 
         Restored in order of their oldest version, all find a place that had one: the earliest bound goes first.
         """
-        self._refuse_future(unit, oldest_version)
+        refuse_future(unit, oldest_version, self.step)
         step = self._earliest_place(oldest_version + self.max_staleness)
         if step is not None:
             self._attempts += 1
@@ -307,10 +322,3 @@ class Admission:
             raise ValueError(f"unit {unit} isn't running; running: {sorted(self._bounds)}")
         del self._bounds[unit], self._reserved[unit]
         self._refused = -1
-
-    def _refuse_future(self, unit: int, version: int) -> None:
-        if version > self.step:
-            raise ValueError(
-                f"unit {unit} has version {version}, newer than step {self.step} that is trained next: its staleness "
-                "would be negative; the engine stamps wrong versions"
-            )

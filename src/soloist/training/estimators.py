@@ -70,8 +70,7 @@ class Estimators:
             advantages_T = self._with_values(step, values_T) if values_T is not None else self._without(step.batch)
         except ValueError as error:
             raise RunError(f"adv_estimator = '{self._config.adv_estimator}': {error}") from error
-        # REINFORCE++ is its whitening.
-        if self._config.whiten or self._config.adv_estimator == "reinforce_pp":
+        if self._config.whiten or ADV_ESTIMATORS[self._config.adv_estimator].whitens:
             return whiten(advantages_T, torch.ones_like(advantages_T, dtype=torch.bool))
         return advantages_T
 

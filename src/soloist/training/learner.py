@@ -257,7 +257,7 @@ class Learner:
         found: list[float] = torch.expm1(log_probs_T - batch.rollout_log_probs_T).abs().tolist()
         return found
 
-    # --- what SPO asks for --------------------------------------------------------------------------------------------
+    # --- what SPO asks for ------------------------------------------------------------------------------------------
 
     def start_rates(self, scores: Mapping[str, Sequence[float]]) -> None:
         """Begin SPO's success rates from scores of the SFT policy, by task; only before the first step."""

@@ -145,13 +145,14 @@ def _config_of(run: Path, changes: Mapping[str, str]) -> RunConfig:
 
 def without_old_method(raw: dict[str, Any], changes: Mapping[str, str]) -> dict[str, Any]:
     """A resolved config says what its methods default to; another method has defaults of its own."""
-    kept = dict(raw)
-    if "loss.policy_loss" in changes:
+    kept, own = dict(raw), raw.get("loss", {}).get("policy_loss")
+    if changes.get("loss.policy_loss", own) != own:
         shared = ("kl_coef", "entropy_coef")
         kept["loss"] = {key: value for key, value in raw.get("loss", {}).items() if key in shared}
-    estimator = ADV_ESTIMATORS.get(changes.get("advantage.adv_estimator", ""))
+    name, own = changes.get("advantage.adv_estimator"), raw.get("advantage", {}).get("adv_estimator")
+    estimator = None if name is None or name == own else ADV_ESTIMATORS.get(name)
     if estimator is not None:
-        read = ("whiten", "overlong_buffer", *estimator.settings)
+        read = ("overlong_buffer", *estimator.settings, *(() if estimator.whitens else ("whiten",)))
         kept["advantage"] = {key: value for key, value in raw.get("advantage", {}).items() if key in read}
     if estimator is not None and not estimator.critic:
         kept = {key: value for key, value in kept.items() if key not in ("value", "value_pretraining")}
