@@ -45,7 +45,7 @@ BASE: dict[str, Any] = {
 }
 
 AFTER_A_FAILURE = {"engine.restarts", "rollout.retry_seconds"}
-"""Read only when something breaks: `tests/engines/test_local_engine.py` and `tests/training/test_durable.py` break it."""
+"""Read only when something breaks, as in `tests/engines/test_local_engine.py` and `tests/training/test_durable.py`."""
 ONE_VALUE = {"engine.kind"}
 """Nothing to read as long as there is one possible value."""
 
